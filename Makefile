@@ -1,0 +1,46 @@
+# Two commands set everything up: `make demo` and `make test`. Both work on a fresh clone.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+MODEL  ?= smollm2-135m-instruct
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full model lint format bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+model: $(VENV)/installed  ## fetch the small real model (98 MB, verified)
+	$(BIN)/python -m gkv_jax.weights.fetch $(MODEL)
+
+demo: model  ## the main job: a real model writes a document that obeys a JSON Schema
+	$(BIN)/python -m gkv_jax.generate --model $(MODEL) --schema examples/person.json \
+	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
+
+test: model lint  ## ruff, mypy and the tests (what CI runs)
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: model lint  ## the long sizes of the long checks, too
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed  ## let ruff fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
+	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.perplexity
+
+clean:  ## remove the environment and caches (not the fetched model)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
