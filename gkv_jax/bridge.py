@@ -1,0 +1,250 @@
+"""Where the compiled loop meets the host: ``submit`` and ``collect``, and the session behind them.
+
+A step has one conversation. ``submit`` takes what the device sampled, advances the grammars, streams
+tokens out, and answers at once with the next inputs, while a worker thread fills the masks for them.
+``collect`` asks for the masks after the model's forward pass, so filling and forward overlap. Both
+hang on data: the forward consumes what ``submit`` returned, ``collect`` a number computed from the
+hidden states. Nothing else keeps XLA from scheduling them where they would be of no use.
+
+The callbacks are total. They touch NumPy and Python only (a callback that calls JAX can deadlock the
+runtime), they take no lock that a thread inside JAX might hold, and they never raise: what goes wrong
+with a row ends that row's request and leaves the others alone.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grammar_host import GuidedBatch
+from jax.experimental import io_callback
+
+from gkv_jax.cache import CacheSpec
+from gkv_jax.request import Request, RequestCancelled
+
+# The one piece of global state: a compiled loop outlives sessions, so it names them by number.
+_sessions: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+class GrammarTimeout(RuntimeError):
+    """Filling the masks of a step took longer than the watchdog allows."""
+
+
+@dataclasses.dataclass
+class _Row:
+    """A slot's request and the inputs of its next step."""
+
+    request: Request
+    position: int
+    tokens: list[int]
+    """The last accepted token, then the drafts."""
+
+
+class Session:
+    """The host side of a batch: who sits in which slot, and what the next step needs.
+
+    Threads: the engine's thread calls ``admit``, ``inputs`` and ``release`` between loop runs; the
+    runtime's threads call ``submit`` and ``collect`` during one, never both at once; the worker fills
+    masks between a ``submit`` and its ``collect``. So nothing here needs a lock.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        slots: int,
+        vocab_size: int,
+        *,
+        watchdog_s: float = 60.0,
+        wants_pause: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``wants_pause`` is asked after each step whether the engine has something to do."""
+        self.handle = next(_handles)
+        self.broken = False
+        """A fill never came back: the session must be replaced, its thread may still hold matchers."""
+        self._spec, self._watchdog_s, self._wants_pause = spec, watchdog_s, wants_pause
+        self._rows: list[_Row | None] = [None] * slots
+        self._batch = GuidedBatch(slots, spec.max_drafts, vocab_size)
+        words = -(-vocab_size // 32)
+        self._masks = np.full((slots, spec.queries, words), -1, np.int32)
+        self._enabled = np.zeros((slots, spec.queries), np.int32)
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "gkv-fill")
+        self._filling: concurrent.futures.Future[None] | None = None
+        _sessions[self.handle] = self
+
+    # Between loop runs ------------------------------------------------------------------------
+
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots without a request."""
+        return [slot for slot, row in enumerate(self._rows) if row is None]
+
+    @property
+    def any_active(self) -> bool:
+        """Whether a step would do anything."""
+        return any(row is not None for row in self._rows)
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Seat a request whose prompt, but for the last token, is in the cache's row ``slot``."""
+        grammar = request.grammar
+        matcher = grammar.matcher(stop_token_ids=request.stop_token_ids) if grammar else None
+        self._batch.admit(slot, matcher)
+        row = _Row(request, position=len(request.prompt) - 1, tokens=[request.prompt[-1]])
+        self._rows[slot] = row
+        self._propose(slot, row)
+
+    def inputs(self) -> np.ndarray:
+        """Inputs of the next step (the format that ``submit`` returns), and start filling for it."""
+        return self._answer(go=self.any_active)
+
+    def positions(self) -> np.ndarray:
+        """True position of each row's next token, int32 ``[B]``."""
+        return np.array([row.position if row else 0 for row in self._rows], np.int32)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with ``error``."""
+        for slot, row in enumerate(self._rows):
+            if row is not None:
+                self._finish(slot, row, error=error)
+
+    def close(self) -> None:
+        """Let the worker thread end."""
+        self._worker.shutdown(wait=False)
+
+    # During a loop run ------------------------------------------------------------------------
+
+    def submit(self, sampled: np.ndarray) -> np.ndarray:
+        """Take a step's tokens and return the next inputs. Never raises.
+
+        Args:
+          sampled: int32 ``[B, N+1]``: N sampled tokens and how many of them count.
+
+        Returns:
+          int32 ``[B, N+3]``: N input tokens, the number of drafts among them, whether the row is
+          active, and (the same in all rows) whether the loop goes on.
+        """
+        for slot, row in enumerate(self._rows):
+            if row is not None:
+                try:
+                    self._advance(slot, row, sampled[slot, : sampled[slot, -1]].tolist())
+                except Exception as error:  # one row's trouble is that row's alone
+                    self._finish(slot, row, error=error)
+        return self._answer(go=self.any_active and not self._wants_pause())
+
+    def collect(self) -> tuple[np.ndarray, np.ndarray]:
+        """Masks int32 ``[B,N,W]`` and enable flags int32 ``[B,N]`` of the step. Never raises."""
+        try:
+            if self._filling is not None:
+                self._filling.result(timeout=self._watchdog_s)
+        except Exception as error:
+            if isinstance(error, concurrent.futures.TimeoutError):
+                error = GrammarTimeout(
+                    f"the grammar's masks were not ready after {self._watchdog_s:g} s"
+                )
+            self.broken = True
+            for slot, row in enumerate(self._rows):
+                if row is not None:
+                    # Not through the batch: the stuck thread may still be at work in it.
+                    row.request.finish("error", error)
+                    self._rows[slot] = None
+            # The buffers too may still be written; the step's tokens go nowhere.
+            self._masks, self._enabled = self._masks.copy(), np.zeros_like(self._enabled)
+        return self._masks, self._enabled
+
+    # Helpers ------------------------------------------------------------------------------------
+
+    def _advance(self, slot: int, row: _Row, sampled: list[int]) -> None:
+        """Account for what the device says a row produced."""
+        request = row.request
+        request.forwards += 1
+        request.drafts_proposed += len(row.tokens) - 1
+        request.drafts_accepted += len(sampled) - 1
+        if request.cancelled:
+            raise RequestCancelled("the request was cancelled")
+        emitted, reason = self._cut(request, sampled)
+        accepted = self._batch.advance(slot, emitted)
+        request.fill_seconds = self._batch.counters(slot).fill_seconds
+        failure = self._batch.failure(slot)
+        request.emit([t for t in emitted[:accepted] if t not in request.stop_token_ids])
+        if failure is not None:
+            raise failure
+        row.position += len(emitted)
+        if request.text_stream.stopped:
+            reason = "stop"
+        limit = self._spec.max_tokens
+        if reason is None and limit is not None and row.position >= limit:
+            reason = "length"
+        if reason is not None:
+            self._finish(slot, row, reason)
+            return
+        row.tokens = [emitted[-1]]
+        self._propose(slot, row)
+
+    @staticmethod
+    def _cut(request: Request, sampled: list[int]) -> tuple[list[int], str | None]:
+        """The tokens up to the request's end, and the reason if that is where they end."""
+        room = request.sampling.max_tokens - len(request.tokens)
+        for index, token in enumerate(sampled):
+            if token in request.stop_token_ids:
+                return sampled[: index + 1], "stop"
+            if index + 1 == room:
+                return sampled[: index + 1], "length"
+        return sampled, None
+
+    def _propose(self, slot: int, row: _Row) -> None:
+        room = self._spec.max_drafts
+        if self._spec.max_tokens is not None:
+            room = min(room, self._spec.max_tokens - 1 - row.position)
+        source = row.request.drafts
+        drafts = list(source.propose(row.request.tokens, room)[:room]) if source and room else []
+        row.tokens = row.tokens[:1] + self._batch.propose(slot, drafts)
+
+    def _finish(
+        self, slot: int, row: _Row, reason: str | None = None, error: Exception | None = None
+    ) -> None:
+        row.request.finish("error" if reason is None else reason, error)  # type: ignore[arg-type]
+        self._batch.release(slot)
+        self._rows[slot] = None
+
+    def _answer(self, *, go: bool) -> np.ndarray:
+        n = self._spec.queries
+        answer = np.zeros((len(self._rows), n + 3), np.int32)
+        for slot, row in enumerate(self._rows):
+            if row is not None:
+                answer[slot, : len(row.tokens)] = row.tokens
+                answer[slot, n] = len(row.tokens) - 1
+                answer[slot, n + 1] = 1
+        answer[:, n + 2] = go
+        if go:
+            self._filling = self._worker.submit(self._batch.fill, self._masks, self._enabled)
+        return answer
+
+
+def submit(handle: jax.Array, sampled: jax.Array) -> jax.Array:
+    """``Session.submit`` from inside a compiled program: ``[B,N+1]`` to ``[B,N+3]``, int32."""
+    batch, width = sampled.shape
+    out = jax.ShapeDtypeStruct((batch, width + 2), jnp.int32)
+    return io_callback(_submit, out, handle, sampled)
+
+
+def collect(handle: jax.Array, after: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """``Session.collect`` once ``after [B,N,...]`` is computed: ``[B,N,W]`` and ``[B,N]``, int32."""
+    batch, n = after.shape[:2]
+    out = (
+        jax.ShapeDtypeStruct((batch, n, -(-vocab_size // 32)), jnp.int32),
+        jax.ShapeDtypeStruct((batch, n), jnp.int32),
+    )
+    ready = after.reshape(-1)[0]
+    return io_callback(_collect, out, handle, ready)
+
+
+def _submit(handle: jax.Array, sampled: jax.Array) -> np.ndarray:
+    return _sessions[int(np.asarray(handle))].submit(np.asarray(sampled))
+
+
+def _collect(handle: jax.Array, ready: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    return _sessions[int(np.asarray(handle))].collect()

@@ -1,0 +1,54 @@
+"""One decode step through the cache: write N tokens a row, then attend."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from gkv_jax.cache.attention import QueryRotation, attention
+from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, visible
+from gkv_jax.cache.spec import CacheSpec
+from gkv_jax.rope import Rope
+
+
+class StepAttend:
+    """``Attend`` for a step of N tokens in every row. Use once, then take ``cache``."""
+
+    def __init__(
+        self, spec: CacheSpec, rope: Rope, cache: Cache, positions: jax.Array, real: jax.Array
+    ) -> None:
+        """``positions`` int32 ``[B,N]``; ``real`` bool ``[B,N]`` says which tokens exist.
+
+        The others (idle rows, unused draft places) are computed and neither written nor seen.
+        """
+        self._cache = cache
+        # A scatter that drops what lies outside; dynamic_update_slice would clamp at the edge and
+        # overwrite the wrong slot.
+        self._slots = jnp.where(real, slots_of(spec, positions), spec.capacity)
+        self._rows = jnp.arange(positions.shape[0])[:, None]
+        slot_pos = cache.slot_pos.at[self._rows, self._slots].set(positions, mode="drop")
+        self._slot_pos = slot_pos
+        self._visible = visible(spec, slot_pos, positions)
+        self._in_prefix = jnp.arange(spec.capacity) < spec.prefix
+        self._rotation = QueryRotation(rope, positions, ranks_of(spec, cache, positions))
+        self._layers: list[LayerCache] = []
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        before = self._cache.layers[layer]
+        place = self._rows, slice(None), self._slots
+        after = dataclasses.replace(
+            before,
+            k=before.k.at[place].set(self._rotation.keys(k).astype(before.k.dtype), mode="drop"),
+            v=before.v.at[place].set(v.astype(before.v.dtype), mode="drop"),
+        )
+        self._layers.append(after)
+        return attention(
+            self._rotation.queries(q), after.k, after.v, self._visible, self._in_prefix
+        )
+
+    @property
+    def cache(self) -> Cache:
+        """The cache after the step."""
+        return dataclasses.replace(
+            self._cache, layers=tuple(self._layers), slot_pos=self._slot_pos
+        )

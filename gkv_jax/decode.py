@@ -1,0 +1,216 @@
+"""The decode loop: one compiled program with fixed shapes, and the same steps under a host driver.
+
+    while any row is active:
+        hidden  = forward(tokens)                    the last accepted token and drafts, N per row
+        masks   = collect()                          filled by the host meanwhile
+        sampled = sample(head(hidden) under masks)   the output, whatever the drafts were
+        n_new   = 1 + drafts that equal it           and so many positions are kept
+        tokens  = submit(sampled, n_new)             the host accepts, stops, streams, proposes
+
+Verification is sample-then-compare: a draft counts if it equals the token sampled before it. With
+noise keyed by seed and position, the output is the same with drafts and without.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pallas_kernels.bitmask import Implementation, apply_token_bitmask
+
+from gkv_jax import bridge
+from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, SnapKVAttend, StepAttend
+from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.sampling import SamplingRows, sample
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "n_drafts", "active", "go", "next_pos"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """What a step starts from.
+
+    Attributes:
+      tokens: int32 ``[B,N]``, the last accepted token and the drafts after it.
+      n_drafts: int32 ``[B]``, how many of the N - 1 draft places are used.
+      active: bool ``[B]``.
+      go: bool scalar, whether there is a step to do.
+      next_pos: int32 ``[B]``, true position of ``tokens[:, 0]``.
+    """
+
+    tokens: jax.Array
+    n_drafts: jax.Array
+    active: jax.Array
+    go: jax.Array
+    next_pos: jax.Array
+
+    @classmethod
+    def unpack(cls, answer: jax.Array, next_pos: jax.Array) -> "StepInputs":
+        """From what ``submit`` returned, int32 ``[B,N+3]``."""
+        return cls(
+            tokens=answer[:, :-3],
+            n_drafts=answer[:, -3],
+            active=answer[:, -2] != 0,
+            go=answer[0, -1] != 0,
+            next_pos=next_pos,
+        )
+
+    @property
+    def positions(self) -> jax.Array:
+        """True positions of the tokens, int32 ``[B,N]``."""
+        return self.next_pos[:, None] + jnp.arange(self.tokens.shape[1])[None, :]
+
+
+def forward(
+    params: Params, cache: Cache, inputs: StepInputs, *, model: Decoder, spec: CacheSpec
+) -> tuple[jax.Array, Cache]:
+    """Hidden states ``[B,N,Dm]`` of a step, and the cache with its tokens."""
+    offsets = jnp.arange(spec.queries)[None, :]
+    real = inputs.active[:, None] & (offsets <= inputs.n_drafts[:, None])
+    attend = StepAttend(spec, model.rope, cache, inputs.positions, real)
+    hidden = model.hidden(params, inputs.tokens, attend)
+    return hidden, attend.cache
+
+
+def choose(
+    params: Params,
+    hidden: jax.Array,
+    inputs: StepInputs,
+    masks: jax.Array,
+    enabled: jax.Array,
+    sampling: SamplingRows,
+    *,
+    model: Decoder,
+    kernel: Implementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sample under the masks and verify the drafts.
+
+    Returns ``[B,N+1]`` int32 for ``submit`` (N sampled tokens and how many count) and the next
+    positions, int32 ``[B]``.
+    """
+    logits = apply_token_bitmask(
+        model.logits(params, hidden), masks, enabled, implementation=kernel
+    )
+    sampled = sample(logits, sampling, inputs.positions)
+    place = jnp.arange(sampled.shape[1] - 1)[None, :]
+    matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & (place < inputs.n_drafts[:, None])
+    n_new = 1 + jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
+    n_new = jnp.where(inputs.active, n_new, 0)
+    return jnp.concatenate([sampled, n_new[:, None]], axis=1), inputs.next_pos + n_new
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",)
+)
+def device_loop(
+    params: Params,
+    cache: Cache,
+    answer: jax.Array,
+    next_pos: jax.Array,
+    sampling: SamplingRows,
+    handle: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+    kernel: Implementation | None = None,
+) -> Cache:
+    """Decode until the host says stop, without leaving the device.
+
+    Args:
+      params: the model's parameters.
+      cache: the batch's cache; donated, updated in place.
+      answer: int32 ``[B,N+3]``, first inputs (``Session.inputs``).
+      next_pos: int32 ``[B]``.
+      sampling: parameters of each row.
+      handle: int32 scalar, the session that ``submit`` and ``collect`` talk to.
+      model: static. spec: static. kernel: static, see ``apply_token_bitmask``.
+    """
+
+    def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
+        cache, inputs = carry
+        hidden, cache = forward(params, cache, inputs, model=model, spec=spec)
+        masks, enabled = bridge.collect(handle, hidden, model.vocab_size)
+        sampled, next_pos = choose(
+            params, hidden, inputs, masks, enabled, sampling, model=model, kernel=kernel
+        )
+        return cache, StepInputs.unpack(bridge.submit(handle, sampled), next_pos)
+
+    first = StepInputs.unpack(answer, next_pos)
+    cache, _ = jax.lax.while_loop(lambda carry: carry[1].go, body, (cache, first))
+    return cache
+
+
+_forward = jax.jit(forward, static_argnames=("model", "spec"), donate_argnames=("cache",))
+_choose = jax.jit(choose, static_argnames=("model", "kernel"))
+
+
+def host_loop(
+    params: Params,
+    cache: Cache,
+    session: "bridge.Session",
+    sampling: SamplingRows,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+    kernel: Implementation | None = None,
+) -> Cache:
+    """The same steps driven from Python: for runtimes without callbacks, and as a cross-check.
+
+    The forward pass is dispatched and runs while this thread waits for the masks.
+    """
+    answer, next_pos = session.inputs(), jnp.asarray(session.positions())
+    while answer[0, -1]:
+        inputs = _unpack(answer, next_pos)
+        hidden, cache = _forward(params, cache, inputs, model=model, spec=spec)
+        # Copies: device_put may alias host memory that the next fill writes to.
+        masks, enabled = (jnp.array(x, copy=True) for x in session.collect())
+        sampled, next_pos = _choose(
+            params, hidden, inputs, masks, enabled, sampling, model=model, kernel=kernel
+        )
+        answer = session.submit(np.asarray(sampled))
+    return cache
+
+
+_unpack = jax.jit(StepInputs.unpack)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
+def prefill_chunk(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+) -> tuple[jax.Array, Cache]:
+    """Read ``length`` of ``tokens [L]`` into a row, the first at position ``start``.
+
+    Returns the hidden states ``[L,Dm]`` (what evaluation scores) and the cache.
+    """
+    attend = ChunkAttend(spec, model.rope, cache, row, start, length, tokens.shape[0])
+    hidden = model.hidden(params, tokens[None], attend)
+    return hidden[0], attend.cache
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
+def prefill_snapkv(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    row: jax.Array,
+    length: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+) -> Cache:
+    """Read a prompt of ``length`` tokens, padded to ``tokens [L]``, keeping what SnapKV selects."""
+    attend = SnapKVAttend(spec, model.rope, cache, row, length, tokens.shape[0])
+    model.hidden(params, tokens[None], attend)
+    return attend.cache

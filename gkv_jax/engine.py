@@ -1,0 +1,446 @@
+"""The engine: a fixed number of slots, requests that queue for them, and the loop that serves them."""
+
+import collections
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
+
+from gkv_jax.bridge import Session
+from gkv_jax.cache import CacheSpec, init_cache, reset_row
+from gkv_jax.decode import device_loop, host_loop, prefill_chunk, prefill_snapkv
+from gkv_jax.drafts import DraftSource
+from gkv_jax.errors import UserError
+from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.request import Piece, Request, Result
+from gkv_jax.sampling import Sampling, SamplingRows
+from gkv_jax.text import TextStream
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text to continue, or chat messages ``{"role": ..., "content": ...}``."""
+
+Loop = Literal["device", "host"]
+
+_SHORTEST_CHUNK = 32
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Guided generation with a bounded cache.
+
+    One engine thread owns the device: it admits waiting requests to free slots, prefills them, and
+    runs the decode loop until there is something else to do. Any thread may submit requests.
+
+    Use as a context manager, or call ``close``.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: Params,
+        tokenizer: Any,
+        *,
+        cache: CacheSpec | None = None,
+        slots: int = 8,
+        loop: Loop = "device",
+        stop_token_ids: Sequence[int] = (),
+        backend: str = "auto",
+        watchdog_s: float = 60.0,
+    ) -> None:
+        """Wrap a live model.
+
+        Args:
+          model: the architecture.
+          params: its parameters, on device; the cache takes the dtype of the first floating one.
+          tokenizer: a transformers fast tokenizer.
+          cache: size and policy of the cache; ``CacheSpec()`` if None.
+          slots: requests decoded at once; more of them queue.
+          loop: ``device`` runs the whole loop in one compiled program; ``host`` drives the same
+            steps from Python.
+          stop_token_ids: ends of a generation besides the tokenizer's own.
+          backend: grammar engine for guides that do not name one.
+          watchdog_s: longest wait for a step's masks before its requests fail.
+        """
+        if slots < 1:
+            raise UserError(f"slots is {slots}; it must be at least 1")
+        if loop not in ("device", "host"):
+            raise UserError(f"loop is {loop!r}; choose 'device' or 'host'")
+        self.model, self.tokenizer = model, tokenizer
+        self.spec = cache or CacheSpec()
+        self.slots, self.loop = slots, loop
+        self._params, self._watchdog_s = params, watchdog_s
+        eos = tokenizer.eos_token_id
+        self._stop_token_ids = frozenset(stop_token_ids) | ({eos} if eos is not None else set())
+        info = TokenizerInfo.from_transformers(
+            tokenizer, vocab_size=model.vocab_size, stop_token_ids=sorted(self._stop_token_ids)
+        )
+        self.compiler = GrammarCompiler(info, backend=backend)
+        self._dtype = next(
+            leaf.dtype
+            for leaf in jax.tree.leaves(params)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
+        self._cache = init_cache(self.spec, model, slots, self._dtype)
+        self._session = self._new_session()
+        self._sampling = SamplingRows.greedy(slots)
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._seated: list[Request] = []
+        self._wake = threading.Event()
+        self._closed = False
+        self._reload = False
+        self._thread = threading.Thread(target=self._serve, name="gkv-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        dtype: str | None = None,
+        cache: CacheSpec | None = None,
+        slots: int = 8,
+        loop: Loop = "device",
+        backend: str = "auto",
+        watchdog_s: float = 60.0,
+    ) -> "Engine":
+        """Load a model by registry name, local folder, GGUF file or Hugging Face id.
+
+        ``dtype`` is that of weights and cache: by default bfloat16 on accelerators and float32 on
+        CPUs, where bfloat16 is emulated. The rest is as in ``Engine``.
+
+        Raises:
+          UserError: an unknown name (the known are listed), damaged or unserved files.
+        """
+        from gkv_jax.models.llama import Llama
+        from gkv_jax.weights.registry import load_model
+
+        if dtype is None:
+            dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        loaded = load_model(name, dtype=dtype)
+        return cls(
+            Llama(loaded.config),
+            loaded.params,
+            loaded.tokenizer,
+            cache=cache,
+            slots=slots,
+            loop=loop,
+            stop_token_ids=loaded.config.eos_token_ids,
+            backend=backend,
+            watchdog_s=watchdog_s,
+        )
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        guide: Guide | None | Sequence[Guide | None] = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        drafts: DraftSource | None | Sequence[DraftSource | None] = None,
+    ) -> list[Result]:
+        """Answer any number of prompts; results come in their order.
+
+        ``guide``, ``sampling`` and ``drafts`` are one for all or one for each. A request that cannot
+        be served has ``finish_reason == "error"`` and says why; the others are not disturbed.
+        """
+        batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        guides = _one_each("guide", guide, len(batch))
+        samplings = _one_each("sampling", sampling, len(batch))
+        sources = _one_each("drafts", drafts, len(batch))
+        requests: list[Request] = []
+        try:
+            for each in zip(batch, guides, samplings, sources, strict=True):
+                try:
+                    request = self.prepare(*each)  # type: ignore[arg-type]
+                except (UserError, GrammarError) as error:
+                    request = self._refused(error)
+                else:
+                    self.submit(request)
+                requests.append(request)
+            return [request.result() for request in requests]
+        except BaseException:  # an interrupt must not leave work behind
+            for request in requests:
+                request.cancel()
+            raise
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        guide: Guide | None = None,
+        sampling: Sampling | None = None,
+        drafts: DraftSource | None = None,
+    ) -> Iterator[Piece]:
+        """The answer to one prompt, piece by piece.
+
+        Leaving the iterator early cancels the request.
+
+        Raises:
+          UserError or GrammarError: the request cannot be served (raised by the call itself).
+          Exception: whatever ended the request on the way, after the pieces that came before it.
+        """
+        request = self.prepare(prompt, guide, sampling, drafts)
+        self.submit(request)
+        return _pieces(request)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        guide: Guide | None = None,
+        sampling: Sampling | None = None,
+        drafts: DraftSource | None = None,
+    ) -> Request:
+        """Check and compile everything that can be checked and compiled before a slot is taken.
+
+        Raises:
+          UserError: prompt, sampling or cache do not go together, naming the field.
+          GrammarError: the guide is invalid, unserved or allows nothing.
+        """
+        sampling = sampling or Sampling()
+        tokens = self._encode(prompt)
+        self._check_length(len(tokens))
+        return Request(
+            prompt=tokens,
+            sampling=sampling,
+            stop_token_ids=self._stop_token_ids,
+            text_stream=TextStream(self.tokenizer, sampling.stop),
+            grammar=self._compile(guide),
+            drafts=drafts,
+            cache_bytes=self._cache.nbytes,
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a prepared request. Read ``request.pieces()`` or wait for ``request.result()``."""
+        if self._closed:
+            raise UserError("the engine is closed; make a new one")
+        request.started = time.perf_counter()
+        self._waiting.append(request)
+        self._wake.set()
+
+    # Weights and lifetime -----------------------------------------------------------------------
+
+    def update_params(self, params: Params) -> None:
+        """Use new weights from the next loop run on, without a compile.
+
+        Raises:
+          UserError: structure, shapes or dtypes differ from the present parameters.
+        """
+
+        def signature(tree: Params) -> Any:
+            return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+        if signature(params) != signature(self._params):
+            raise UserError(
+                "params differ in structure, shape or dtype from the engine's; "
+                "make a new Engine for a different model"
+            )
+        self._params = params
+        self._reload = True
+
+    def close(self) -> None:
+        """Cancel what is running and end the engine thread."""
+        self._closed = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Before a slot is taken -----------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = self._encode_chat(prompt)
+        if not tokens:
+            raise UserError("prompt is empty; give at least one character or message")
+        if max(tokens) >= self.model.vocab_size:
+            raise UserError(
+                f"prompt holds token {max(tokens)}, beyond the model's {self.model.vocab_size}; "
+                "tokenizer and model do not belong together"
+            )
+        return tuple(tokens)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        import jinja2
+
+        if not messages:
+            return []
+        if not self.tokenizer.chat_template:
+            raise UserError("prompt is a chat, but the tokenizer has no chat template; give a string")
+        try:
+            return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (jinja2.TemplateError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"prompt: the chat template refuses the messages ({error}); each needs "
+                "'role' and 'content'"
+            ) from error
+
+    def _check_length(self, length: int) -> None:
+        limit, way_out = self.spec.max_tokens, "a larger cache window or policy 'window'"
+        if self.spec.policy == "full" and limit is not None and length > limit:
+            raise UserError(
+                f"prompt has {length} tokens, the cache holds {limit} under policy 'full'; "
+                f"shorten it, or use {way_out}"
+            )
+        if self._selects(length - 1) and length > self.model.max_positions:
+            raise UserError(
+                f"prompt has {length} tokens, policy 'snapkv' reads it in one piece and the model "
+                f"was trained for {self.model.max_positions}; shorten it, or use policy 'window'"
+            )
+        if limit is not None and limit > self.model.max_positions < length:
+            raise UserError(
+                f"prompt has {length} tokens, the model was trained for {self.model.max_positions} "
+                "under policy 'full'; shorten it, or use policy 'window'"
+            )
+
+    def _compile(self, guide: Guide | None) -> Grammar | None:
+        return None if guide is None else self.compiler.compile(guide)
+
+    def _refused(self, error: Exception) -> Request:
+        request = Request((), Sampling(), frozenset(), TextStream(self.tokenizer))
+        request.finish("error", error)
+        return request
+
+    # The engine thread ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                while not self._closed and (self._waiting or self._session.any_active):
+                    self._admit_waiting()
+                    self._run()
+            except Exception as error:  # the device program failed: its cache is lost, the engine not
+                self._session.fail_all(error)
+                self._cache = init_cache(self.spec, self.model, self.slots, self._dtype)
+                self._wake.set()
+        closed = UserError("the engine was closed")
+        self._session.fail_all(closed)
+        while self._waiting:
+            self._waiting.popleft().finish("error", closed)
+        self._session.close()
+
+    def _run(self) -> None:
+        """Decode until the session wants something else."""
+        self._reload = False
+        session, static = self._session, {"model": self.model, "spec": self.spec}
+        if self.loop == "host":
+            self._cache = host_loop(self._params, self._cache, session, self._sampling, **static)
+        else:
+            self._cache = device_loop(
+                self._params,
+                self._cache,
+                session.inputs(),
+                session.positions(),
+                self._sampling,
+                np.int32(session.handle),
+                **static,
+            )
+            jax.block_until_ready(self._cache)
+        if session.broken:
+            session.close()
+            self._session = self._new_session()
+
+    def _admit_waiting(self) -> None:
+        for slot in self._session.free_slots:
+            if not self._waiting:
+                return
+            request = self._waiting.popleft()
+            if request.cancelled:
+                request.finish("error", UserError("the request was cancelled"))
+                continue
+            try:
+                self._prefill(slot, request.prompt[:-1])
+                self._sampling.set_row(slot, request.sampling)
+                self._session.admit(slot, request)
+            except Exception as error:
+                request.finish("error", error)
+                raise
+
+    def _prefill(self, slot: int, tokens: Sequence[int]) -> None:
+        """Read a prompt, all but its last token: that one is the first step's input."""
+        row, static = np.int32(slot), {"model": self.model, "spec": self.spec}
+        self._cache = reset_row(self._cache, row, spec=self.spec)
+        if self._selects(len(tokens)):
+            padded = _pad(tokens, _bucket(len(tokens)))
+            self._cache = prefill_snapkv(
+                self._params, self._cache, padded, row, np.int32(len(tokens)), **static
+            )
+            return
+        size = self.spec.prefill_chunk
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            padded = _pad(chunk, min(_bucket(len(chunk)), size))
+            _, self._cache = prefill_chunk(
+                self._params,
+                self._cache,
+                padded,
+                row,
+                np.int32(start),
+                np.int32(len(chunk)),
+                **static,
+            )
+
+    def _selects(self, length: int) -> bool:
+        """Whether SnapKV has anything to drop: some token is neither sink nor in the window."""
+        return self.spec.policy == "snapkv" and length > self.spec.sinks + self.spec.window - 1
+
+    def _new_session(self) -> Session:
+        return Session(
+            self.spec,
+            self.slots,
+            self.model.vocab_size,
+            watchdog_s=self._watchdog_s,
+            wants_pause=self._wants_pause,
+        )
+
+    def _wants_pause(self) -> bool:
+        return self._closed or self._reload or bool(self._waiting and self._session.free_slots)
+
+
+def _pieces(request: Request) -> Iterator[Piece]:
+    try:
+        yield from request.pieces()
+    finally:
+        request.cancel()
+    if request.error is not None:
+        raise request.error
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise UserError(f"{name} has {len(value)} entries for {count} prompts; give one or {count}")
+    return list(value)
+
+
+def _bucket(length: int) -> int:
+    return max(_SHORTEST_CHUNK, 1 << math.ceil(math.log2(length)))
+
+
+def _pad(tokens: Sequence[int], size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded

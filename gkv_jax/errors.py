@@ -1,0 +1,9 @@
+"""The one error that users are meant to read."""
+
+
+class UserError(ValueError):
+    """A request, file or option that cannot be served.
+
+    The message is one line that names the field and the way out; command lines print it and exit
+    with code 2, the server answers HTTP 400 with it, and nothing else in the batch is disturbed.
+    """

@@ -1,0 +1,138 @@
+"""One request: what was asked, what has come so far, and what it cost."""
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from grammar_host import Grammar
+
+from gkv_jax.drafts import DraftSource
+from gkv_jax.sampling import Sampling
+from gkv_jax.text import TextStream
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class RequestCancelled(Exception):
+    """The caller no longer wants the rest of this request."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of the output, as it comes: ``text`` is final, ``tokens`` may be ahead of it."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of a request.
+
+    Attributes:
+      text: the output, without special tokens and without the stop text.
+      tokens: ids of the output, without the stop token.
+      finish_reason: ``stop`` (stop token or text), ``length`` (max_tokens or a full cache) or
+        ``error``.
+      error: why, where ``finish_reason`` is ``error``; what was generated before it is kept.
+      stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``seconds``, ``tokens_per_second``,
+        ``drafts_proposed``, ``drafts_accepted``, ``grammar_us_per_token`` (host time to fill masks),
+        ``compile_ms`` (grammar), ``cache_bytes`` (of the whole batch) and ``backend``.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    error: Exception | None
+    stats: dict[str, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """The state of one request. The loop's host side writes it, one consumer reads its pieces."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stop_token_ids: frozenset[int]
+    text_stream: TextStream
+    grammar: Grammar | None = None
+    drafts: DraftSource | None = None
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    forwards: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    fill_seconds: float = 0.0
+    cache_bytes: int = 0
+    started: float = 0.0
+    ended: float = 0.0
+    cancelled: bool = False
+    _pieces: "queue.SimpleQueue[Piece | None]" = dataclasses.field(
+        default_factory=queue.SimpleQueue
+    )
+    _done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def emit(self, tokens: list[int]) -> None:
+        """Add generated tokens (no stop token among them) and stream out the text they complete."""
+        self.tokens += tokens
+        self._stream(self.text_stream.push(tokens), tuple(tokens))
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End the request; the first call counts."""
+        if self.finish_reason is not None:
+            return
+        if not self.text_stream.stopped:
+            self._stream(self.text_stream.flush(), ())
+        self.finish_reason, self.error, self.ended = reason, error, time.perf_counter()
+        self._pieces.put(None)
+        self._done.set()
+
+    def cancel(self) -> None:
+        """Ask the loop to give up this request; its slot is free a step or two later."""
+        self.cancelled = True
+
+    def pieces(self) -> Iterator[Piece]:
+        """The output as it comes, until the request ends (for whatever reason)."""
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+
+    def result(self) -> Result:
+        """Wait for the end."""
+        self._done.wait()
+        assert self.finish_reason is not None
+        return Result(
+            text="".join(self.texts),
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish_reason,
+            error=self.error,
+            stats=self._stats(),
+        )
+
+    def _stream(self, text: str, tokens: tuple[int, ...]) -> None:
+        if text:
+            self.texts.append(text)
+        if text or tokens:
+            self._pieces.put(Piece(text, tokens))
+
+    def _stats(self) -> dict[str, Any]:
+        seconds = self.ended - self.started if self.started else 0.0
+        count = len(self.tokens)
+        return {
+            "prompt_tokens": len(self.prompt),
+            "tokens": count,
+            "forwards": self.forwards,
+            "seconds": seconds,
+            "tokens_per_second": count / seconds if seconds > 0 else 0.0,
+            "drafts_proposed": self.drafts_proposed,
+            "drafts_accepted": self.drafts_accepted,
+            "grammar_us_per_token": 1e6 * self.fill_seconds / max(count, 1),
+            "compile_ms": 1e3 * self.grammar.compile_seconds if self.grammar else 0.0,
+            "cache_bytes": self.cache_bytes,
+            "backend": self.grammar.backend if self.grammar else None,
+        }

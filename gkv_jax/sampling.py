@@ -1,0 +1,195 @@
+"""Sampling: what a request may ask for, and how a batch of different requests is sampled at once.
+
+Order of operations: grammar mask, temperature, top-k, top-p, min-p, then the Gumbel argmax. Each
+filter looks at what the one before it left. Ties go to the lowest token id.
+
+Noise is a hash of (request seed, text position, token id): the same request gives the same tokens
+whatever slot it runs in, whoever runs beside it, and with or without drafts.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gkv_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How one request samples.
+
+    Attributes:
+      max_tokens: most tokens to generate.
+      temperature: 0 is greedy.
+      top_k: keep the k most likely tokens (ties with the k-th too); 0 keeps all.
+      top_p: keep the smallest set of most likely tokens with this much probability (arXiv
+        1904.09751); 1 keeps all.
+      min_p: drop tokens less likely than this fraction of the most likely one (arXiv 2407.01082).
+      seed: same seed, same tokens.
+      stop: texts that end the output; they are not part of it.
+
+    Raises:
+      UserError: a value out of range, naming the field.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1)):
+            _check_integer(name, getattr(self, name), low, high)
+        _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        for name, high in (("temperature", math.inf), ("top_p", 1.0), ("min_p", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise UserError(f"sampling.{name} is {value!r}; it must be a number")
+            if not 0.0 <= value <= high or math.isinf(value):
+                upper = "" if math.isinf(high) else f" and <= {high:g}"
+                raise UserError(f"sampling.{name} is {value!r}; it must be finite, >= 0{upper}")
+        if self.top_p == 0.0:
+            raise UserError("sampling.top_p is 0; it must be > 0 (1 keeps all tokens)")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise UserError(f"sampling.stop is {self.stop!r}; it must hold non-empty strings")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UserError(f"sampling.{name} is {value!r}; it must be an integer from {low} to {high}")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_k", "top_p", "min_p", "seed"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+    """``Sampling`` of every row, so that no request retraces anything.
+
+    Arrays ``[B]``: ``temperature``, ``top_p``, ``min_p`` float32, ``top_k`` int32, ``seed`` uint32.
+    """
+
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    seed: jax.Array | np.ndarray
+
+    @classmethod
+    def greedy(cls, batch: int) -> "SamplingRows":
+        """Host arrays for ``batch`` greedy rows."""
+        return cls(
+            temperature=np.zeros(batch, np.float32),
+            top_k=np.zeros(batch, np.int32),
+            top_p=np.ones(batch, np.float32),
+            min_p=np.zeros(batch, np.float32),
+            seed=np.zeros(batch, np.uint32),
+        )
+
+    def set_row(self, row: int, sampling: Sampling) -> None:
+        """Write one request's parameters into host arrays, in place."""
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(self, name)[row] = getattr(sampling, name)
+        # All 64 bits of the seed count.
+        getattr(self, "seed")[row] = (sampling.seed ^ (sampling.seed >> 32)) & 0xFFFFFFFF
+
+
+def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    """Sample one token per query.
+
+    Args:
+      logits: float32 ``[B,N,V]``, illegal tokens already at the lowest finite value.
+      rows: parameters of each row.
+      positions: int32 ``[B,N]``, true positions of the queries; they vary the noise.
+
+    Returns:
+      Token ids, int32 ``[B,N]``.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def stochastic() -> jax.Array:
+        temperature = rows.temperature[:, None, None]
+        scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+        filters = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+        kept = jax.lax.cond(
+            jnp.any(filters & (rows.temperature > 0)),
+            lambda x: _filter(x, rows),
+            lambda x: x,
+            scaled,
+        )
+        noisy = kept + _gumbel(rows.seed, positions, logits.shape[-1])
+        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+        return jnp.where(temperature[..., 0] > 0, drawn, greedy)
+
+    # Noise for a whole vocabulary is not free; most structured output is greedy.
+    return jax.lax.cond(jnp.any(rows.temperature > 0), stochastic, lambda: greedy)
+
+
+def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Top-k, then top-p, then min-p on scaled logits ``[B,N,V]``; dropped tokens get the minimum."""
+    lowest = jnp.finfo(logits.dtype).min
+    vocab = logits.shape[-1]
+    keys = _ordered(logits)
+
+    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab).astype(jnp.float32)
+    ones = jnp.ones_like(logits)
+    keep = keys >= _threshold(keys, ones, k[:, None])
+    logits = jnp.where(keep, logits, lowest)
+
+    weights = jax.nn.softmax(logits, axis=-1)
+    # Rounding may leave the sum a little below 1: a row that keeps all must not search for more.
+    mass = jnp.where(rows.top_p < 1, rows.top_p, 0.0)[:, None]
+    keep = keys >= _threshold(keys, weights, mass)
+    keep = jnp.where((rows.top_p < 1)[:, None, None], keep, True)
+    keep &= weights >= rows.min_p[:, None, None] * weights.max(axis=-1, keepdims=True)
+    return jnp.where(keep, logits, lowest)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Float32 to uint32 such that the integers order as the floats do."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    negative = (bits >> jnp.uint32(31)) == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """Largest key t with ``sum(weights[keys >= t]) >= target``, by bisection over the 32 bits.
+
+    No sort and no data-dependent shape. ``keys`` uint32 and ``weights`` float32 ``[B,N,V]``,
+    ``target`` float32 ``[B,N]`` or ``[B,1]``; result uint32 ``[B,N,1]``.
+    """
+
+    def body(i: jax.Array, low: jax.Array) -> jax.Array:
+        candidate = low | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+        mass = jnp.sum(jnp.where(keys >= candidate, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(mass >= target[..., None], candidate, low)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+
+
+def _gumbel(seed: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
+    """Standard Gumbel noise, float32 ``[B,N,V]``, from an integer hash: the same on every platform."""
+    row = _mix(_mix(seed[:, None]) ^ (positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
+    token = jnp.arange(vocab, dtype=jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    bits = _mix(row[:, :, None] ^ token[None, None, :])
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2**-24)  # never 0 or 1
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A 32-bit finaliser with low bias (Chris Wellons, hash-prospector ``lowbias32``)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -1,0 +1,50 @@
+"""Tokens to text as they come: correct UTF-8 across token boundaries, and stop texts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class TextStream:
+    """Incremental detokenisation of one output.
+
+    Bytes of an unfinished character are held back, and so is text that may turn out to be the
+    beginning of a stop text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        """``tokenizer`` is a transformers fast tokenizer; special tokens have no text."""
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that is final after these tokens; ``stopped`` says that a stop text was met."""
+        if self.stopped:
+            return ""
+        pieces = (self._decoder.step(self._tokenizer, token) for token in tokens)
+        self._held += "".join(piece for piece in pieces if piece)
+        found = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            text, self._held = self._held[: min(found)], ""
+            return text
+        safe = len(self._held) - self._overlap()
+        text, self._held = self._held[:safe], self._held[safe:]
+        return text
+
+    def flush(self) -> str:
+        """What was held back, once nothing more will come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _overlap(self) -> int:
+        """Length of the longest end of the held text with which a stop text begins."""
+        longest = max((len(text) - 1 for text in self._stop), default=0)
+        for size in range(min(longest, len(self._held)), 0, -1):
+            if any(text.startswith(self._held[-size:]) for text in self._stop):
+                return size
+        return 0
