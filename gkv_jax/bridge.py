@@ -135,8 +135,11 @@ class Session:
                     self._finish(slot, row, error=error)
         return self._answer(go=self.any_active and not self._wants_pause())
 
-    def collect(self) -> tuple[np.ndarray, np.ndarray]:
-        """Masks int32 ``[B,N,W]`` and enable flags int32 ``[B,N]`` of the step. Never raises."""
+    def collect(self) -> np.ndarray:
+        """Masks of the step and, as a last word, whether they are enabled: int32 ``[B,N,W+1]``.
+
+        Never raises.
+        """
         try:
             if self._filling is not None:
                 self._filling.result(timeout=self._watchdog_s)
@@ -153,7 +156,8 @@ class Session:
                     self._rows[slot] = None
             # The buffers too may still be written; the step's tokens go nowhere.
             self._masks, self._enabled = self._masks.copy(), np.zeros_like(self._enabled)
-        return self._masks, self._enabled
+        # One array for one transfer; and a copy, which the next fill cannot change under the reader.
+        return np.concatenate([self._masks, self._enabled[:, :, None]], axis=2)
 
     # Helpers ------------------------------------------------------------------------------------
 
@@ -231,20 +235,16 @@ def submit(handle: jax.Array, sampled: jax.Array) -> jax.Array:
     return io_callback(_submit, out, handle, sampled)
 
 
-def collect(handle: jax.Array, after: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """``Session.collect`` once ``after [B,N,...]`` is computed: ``[B,N,W]`` and ``[B,N]``, int32."""
+def collect(handle: jax.Array, after: jax.Array, vocab_size: int) -> jax.Array:
+    """``Session.collect`` once ``after [B,N,...]`` is computed: ``[B,N,W+1]`` int32."""
     batch, n = after.shape[:2]
-    out = (
-        jax.ShapeDtypeStruct((batch, n, -(-vocab_size // 32)), jnp.int32),
-        jax.ShapeDtypeStruct((batch, n), jnp.int32),
-    )
-    ready = after.reshape(-1)[0]
-    return io_callback(_collect, out, handle, ready)
+    out = jax.ShapeDtypeStruct((batch, n, -(-vocab_size // 32) + 1), jnp.int32)
+    return io_callback(_collect, out, handle, after.reshape(-1)[0])
 
 
 def _submit(handle: jax.Array, sampled: jax.Array) -> np.ndarray:
     return _sessions[int(np.asarray(handle))].submit(np.asarray(sampled))
 
 
-def _collect(handle: jax.Array, ready: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+def _collect(handle: jax.Array, ready: jax.Array) -> np.ndarray:
     return _sessions[int(np.asarray(handle))].collect()

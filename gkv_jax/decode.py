@@ -81,19 +81,18 @@ def choose(
     hidden: jax.Array,
     inputs: StepInputs,
     masks: jax.Array,
-    enabled: jax.Array,
     sampling: SamplingRows,
     *,
     model: Decoder,
     kernel: Implementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample under the masks and verify the drafts.
+    """Sample under the masks (as ``collect`` returns them) and verify the drafts.
 
     Returns ``[B,N+1]`` int32 for ``submit`` (N sampled tokens and how many count) and the next
     positions, int32 ``[B]``.
     """
     logits = apply_token_bitmask(
-        model.logits(params, hidden), masks, enabled, implementation=kernel
+        model.logits(params, hidden), masks[..., :-1], masks[..., -1], implementation=kernel
     )
     sampled = sample(logits, sampling, inputs.positions)
     place = jnp.arange(sampled.shape[1] - 1)[None, :]
@@ -133,9 +132,9 @@ def device_loop(
     def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
         cache, inputs = carry
         hidden, cache = forward(params, cache, inputs, model=model, spec=spec)
-        masks, enabled = bridge.collect(handle, hidden, model.vocab_size)
+        masks = bridge.collect(handle, hidden, model.vocab_size)
         sampled, next_pos = choose(
-            params, hidden, inputs, masks, enabled, sampling, model=model, kernel=kernel
+            params, hidden, inputs, masks, sampling, model=model, kernel=kernel
         )
         return cache, StepInputs.unpack(bridge.submit(handle, sampled), next_pos)
 
@@ -166,10 +165,8 @@ def host_loop(
     while answer[0, -1]:
         inputs = _unpack(answer, next_pos)
         hidden, cache = _forward(params, cache, inputs, model=model, spec=spec)
-        # Copies: device_put may alias host memory that the next fill writes to.
-        masks, enabled = (jnp.array(x, copy=True) for x in session.collect())
         sampled, next_pos = _choose(
-            params, hidden, inputs, masks, enabled, sampling, model=model, kernel=kernel
+            params, hidden, inputs, session.collect(), sampling, model=model, kernel=kernel
         )
         answer = session.submit(np.asarray(sampled))
     return cache

@@ -1,6 +1,7 @@
 """The engine: a fixed number of slots, requests that queue for them, and the loop that serves them."""
 
 import collections
+import functools
 import math
 import threading
 import time
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
+from grammar_host.backends.base import Backend
 
 from gkv_jax.bridge import Session
 from gkv_jax.cache import CacheSpec, init_cache, reset_row
@@ -51,7 +53,7 @@ class Engine:
         slots: int = 8,
         loop: Loop = "device",
         stop_token_ids: Sequence[int] = (),
-        backend: str = "auto",
+        backend: str | Backend = "auto",
         watchdog_s: float = 60.0,
     ) -> None:
         """Wrap a live model.
@@ -65,7 +67,7 @@ class Engine:
           loop: ``device`` runs the whole loop in one compiled program; ``host`` drives the same
             steps from Python.
           stop_token_ids: ends of a generation besides the tokenizer's own.
-          backend: grammar engine for guides that do not name one.
+          backend: the grammar engine, by name or as an instance.
           watchdog_s: longest wait for a step's masks before its requests fail.
         """
         if slots < 1:
@@ -78,10 +80,7 @@ class Engine:
         self._params, self._watchdog_s = params, watchdog_s
         eos = tokenizer.eos_token_id
         self._stop_token_ids = frozenset(stop_token_ids) | ({eos} if eos is not None else set())
-        info = TokenizerInfo.from_transformers(
-            tokenizer, vocab_size=model.vocab_size, stop_token_ids=sorted(self._stop_token_ids)
-        )
-        self.compiler = GrammarCompiler(info, backend=backend)
+        self._backend = backend
         self._dtype = next(
             leaf.dtype
             for leaf in jax.tree.leaves(params)
@@ -135,6 +134,20 @@ class Engine:
             backend=backend,
             watchdog_s=watchdog_s,
         )
+
+    @functools.cached_property
+    def compiler(self) -> GrammarCompiler:
+        """Compiles guides for this model; made on first use, so that free text needs none of it.
+
+        Raises:
+          GrammarError: the tokenizer cannot be used for guided decoding.
+        """
+        info = TokenizerInfo.from_transformers(
+            self.tokenizer,
+            vocab_size=self.model.vocab_size,
+            stop_token_ids=sorted(self._stop_token_ids),
+        )
+        return GrammarCompiler(info, backend=self._backend)
 
     # Requests ---------------------------------------------------------------------------------
 

@@ -123,13 +123,13 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.A
         temperature = rows.temperature[:, None, None]
         scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
         filters = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-        kept = jax.lax.cond(
+        least = jax.lax.cond(
             jnp.any(filters & (rows.temperature > 0)),
-            lambda x: _filter(x, rows),
-            lambda x: x,
-            scaled,
+            lambda: _least_kept(scaled, rows),
+            lambda: jnp.zeros((*logits.shape[:-1], 1), jnp.uint32),
         )
-        noisy = kept + _gumbel(rows.seed, positions, logits.shape[-1])
+        noisy = scaled + _gumbel(rows.seed, positions, logits.shape[-1])
+        noisy = jnp.where(_ordered(scaled) >= least, noisy, -jnp.inf)
         drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
         return jnp.where(temperature[..., 0] > 0, drawn, greedy)
 
@@ -137,24 +137,26 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.A
     return jax.lax.cond(jnp.any(rows.temperature > 0), stochastic, lambda: greedy)
 
 
-def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Top-k, then top-p, then min-p on scaled logits ``[B,N,V]``; dropped tokens get the minimum."""
-    lowest = jnp.finfo(logits.dtype).min
-    vocab = logits.shape[-1]
+def _least_kept(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Top-k, top-p and min-p are all thresholds: the key (see ``_ordered``) of the last token kept.
+
+    ``logits`` are scaled, float32 ``[B,N,V]``; result uint32 ``[B,N,1]``. The most likely token is
+    always kept.
+    """
     keys = _ordered(logits)
+    highest = logits.max(axis=-1, keepdims=True)
 
-    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab).astype(jnp.float32)
-    ones = jnp.ones_like(logits)
-    keep = keys >= _threshold(keys, ones, k[:, None])
-    logits = jnp.where(keep, logits, lowest)
+    k = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).astype(jnp.float32)
+    least = _threshold(keys, jnp.ones_like(logits), k[:, None, None])
 
-    weights = jax.nn.softmax(logits, axis=-1)
-    # Rounding may leave the sum a little below 1: a row that keeps all must not search for more.
-    mass = jnp.where(rows.top_p < 1, rows.top_p, 0.0)[:, None]
-    keep = keys >= _threshold(keys, weights, mass)
-    keep = jnp.where((rows.top_p < 1)[:, None, None], keep, True)
-    keep &= weights >= rows.min_p[:, None, None] * weights.max(axis=-1, keepdims=True)
-    return jnp.where(keep, logits, lowest)
+    weights = jnp.where(keys >= least, jnp.exp(logits - highest), 0.0)
+    # A row that keeps all asks for nothing: rounding may leave its sum below the whole.
+    mass = jnp.where(rows.top_p < 1, rows.top_p, 0.0)[:, None, None]
+    nucleus = _threshold(keys, weights, mass * weights.sum(axis=-1, keepdims=True))
+    least = jnp.where((rows.top_p < 1)[:, None, None], jnp.maximum(least, nucleus), least)
+
+    floor = highest + jnp.log(rows.min_p)[:, None, None]  # log 0 = -inf drops nothing
+    return jnp.minimum(jnp.maximum(least, _ordered(floor)), _ordered(highest))
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -168,13 +170,13 @@ def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Ar
     """Largest key t with ``sum(weights[keys >= t]) >= target``, by bisection over the 32 bits.
 
     No sort and no data-dependent shape. ``keys`` uint32 and ``weights`` float32 ``[B,N,V]``,
-    ``target`` float32 ``[B,N]`` or ``[B,1]``; result uint32 ``[B,N,1]``.
+    ``target`` float32 ``[B,N,1]`` or ``[B,1,1]``; result uint32 ``[B,N,1]``, 0 if there is none.
     """
 
     def body(i: jax.Array, low: jax.Array) -> jax.Array:
         candidate = low | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
         mass = jnp.sum(jnp.where(keys >= candidate, weights, 0.0), axis=-1, keepdims=True)
-        return jnp.where(mass >= target[..., None], candidate, low)
+        return jnp.where(mass >= target, candidate, low)
 
     return jax.lax.fori_loop(0, 32, body, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
 

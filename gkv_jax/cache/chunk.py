@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gkv_jax.cache.attention import QueryRotation, attention
-from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, visible
+from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, visible, write
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.rope import Rope
 
@@ -61,12 +61,10 @@ class ChunkAttend:
         before = self._cache.layers[layer]
         k = self._rotation.keys(k).astype(before.k.dtype)
         v = v.astype(before.v.dtype)
-        place = self._row, slice(None), self._slots
+        row, slots = self._row.reshape(1, 1), self._slots[None]
         self._layers.append(
             dataclasses.replace(
-                before,
-                k=before.k.at[place].set(k[0], mode="drop"),
-                v=before.v.at[place].set(v[0], mode="drop"),
+                before, k=write(before.k, row, slots, k), v=write(before.v, row, slots, v)
             )
         )
         return attention(

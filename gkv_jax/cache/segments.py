@@ -116,6 +116,20 @@ def slots_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
     return jnp.where(positions < spec.sinks, positions, ring)
 
 
+def write(buffer: jax.Array, rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """Write ``values [B,N,Hk,D]`` to ``slots [B,N]`` of ``buffer [B,Hk,C,D]``, in place where donated.
+
+    Slots outside the buffer are dropped; ``dynamic_update_slice`` would clamp them to the edge and
+    overwrite another token.
+    """
+    if slots.size == 1:
+        # XLA turns a scatter of one index into a dynamic-update-slice that reads what it replaces,
+        # and copies the whole buffer for it. A second index that is dropped keeps it a scatter.
+        slots = jnp.concatenate([slots, jnp.full_like(slots, buffer.shape[2])], axis=1)
+        values = jnp.concatenate([values, values], axis=1)
+    return buffer.at[rows, :, slots].set(values.astype(buffer.dtype), mode="drop")
+
+
 def visible(spec: CacheSpec, slot_pos: jax.Array, positions: jax.Array) -> jax.Array:
     """Which slots each query may see: bool ``[B,N,C]`` from ``slot_pos [B,C]``, ``positions [B,N]``."""
     held, at = slot_pos[:, None, :], positions[:, :, None]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gkv_jax.cache.attention import QueryRotation, attention
-from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, visible
+from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, visible, write
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.rope import Rope
 
@@ -22,8 +22,7 @@ class StepAttend:
         The others (idle rows, unused draft places) are computed and neither written nor seen.
         """
         self._cache = cache
-        # A scatter that drops what lies outside; dynamic_update_slice would clamp at the edge and
-        # overwrite the wrong slot.
+        # Tokens that do not exist get a slot outside the cache, where writes are dropped.
         self._slots = jnp.where(real, slots_of(spec, positions), spec.capacity)
         self._rows = jnp.arange(positions.shape[0])[:, None]
         slot_pos = cache.slot_pos.at[self._rows, self._slots].set(positions, mode="drop")
@@ -35,11 +34,10 @@ class StepAttend:
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         before = self._cache.layers[layer]
-        place = self._rows, slice(None), self._slots
         after = dataclasses.replace(
             before,
-            k=before.k.at[place].set(self._rotation.keys(k).astype(before.k.dtype), mode="drop"),
-            v=before.v.at[place].set(v.astype(before.v.dtype), mode="drop"),
+            k=write(before.k, self._rows, self._slots, self._rotation.keys(k)),
+            v=write(before.v, self._rows, self._slots, v),
         )
         self._layers.append(after)
         return attention(

@@ -64,3 +64,33 @@ def random_params(config: ModelConfig, seed: int = 0) -> Any:
     if not config.tie_word_embeddings:
         params["head"] = jnp.asarray(rng.normal(0, 1, (config.vocab_size, dm)), jnp.float32)
     return params
+
+
+STOP = 256
+"""The stop token of ``byte_tokenizer``."""
+
+
+def byte_tokenizer() -> Any:
+    """A transformers tokenizer with one token per byte, and ``<stop>``, ``<user>``, ``<model>``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<stop>", "<user>", "<model>"]
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<stop>",
+        extra_special_tokens=special[1:],
+        chat_template=(
+            "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+        ),
+    )
+
+
+def text_config(**changes: Any) -> ModelConfig:
+    """``tiny_config`` for ``byte_tokenizer``, its logits wider than the tokenizer."""
+    return tiny_config(vocab_size=290, eos_token_ids=(STOP,), **changes)
