@@ -128,7 +128,7 @@ class ModelConfig:
             num_layers=_required(config, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
-            head_dim=_optional(config, "head_dim", hidden_size // num_heads),
+            head_dim=_optional(config, "head_dim", hidden_size // max(num_heads, 1)),
             # From here on, the defaults are those of transformers' LlamaConfig.
             rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
             max_position_embeddings=_optional(config, "max_position_embeddings", 2048),
@@ -165,7 +165,7 @@ class ModelConfig:
         scoped = _llama_metadata(metadata)
         num_heads = _gguf_int(scoped, "attention.head_count")
         hidden_size = _gguf_int(scoped, "embedding_length")
-        head_dim = _gguf_int(scoped, "attention.key_length", hidden_size // num_heads)
+        head_dim = _gguf_int(scoped, "attention.key_length", hidden_size // max(num_heads, 1))
         for key in ("attention.value_length", "rope.dimension_count"):
             if _gguf_int(scoped, key, head_dim) != head_dim:
                 raise UserError(

@@ -52,6 +52,12 @@ class Llama:
     def rope(self) -> Rope:
         return Rope(self.config.rope, self.config.head_dim)
 
+    @staticmethod
+    def from_checkpoint(params: Params) -> Params:
+        """Parameters as ``gkv_jax.weights`` loads them, ``[out, in]``, in this model's layout."""
+        layers = [jax.tree.map(jnp.transpose, layer) for layer in params["layers"]]  # 1-D: as it is
+        return {**params, "layers": layers}
+
     def hidden(self, params: Params, tokens: jax.Array, attend: Attend) -> jax.Array:
         """Tokens ``[B,N]`` int32 to final hidden states ``[B,N,Dm]``, normalised."""
         x = params["embed"][tokens]

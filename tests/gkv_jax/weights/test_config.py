@@ -1,0 +1,149 @@
+"""ModelConfig from config.json: both generations of transformers, and what is refused."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkv_jax.errors import UserError
+from gkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
+
+from .conftest import TINY, hf_config
+
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(hf_config(TINY, **changes))
+
+
+def test_reads_every_field() -> None:
+    assert read() == TINY
+    assert hash(read()) == hash(TINY)
+
+
+def test_defaults_are_those_of_llama() -> None:
+    full = hf_config(TINY)
+    needed = (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+    config = ModelConfig.from_hf({key: full[key] for key in needed})
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert config.rope == RopeConfig(10000.0)
+    assert not config.tie_word_embeddings
+    assert not config.attention_bias
+    assert not config.mlp_bias
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+            RopeConfig(5e5, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(1e4, LinearScaling(2.0))),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2}},
+            RopeConfig(1e4, LinearScaling(2.0)),
+        ),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+            RopeConfig(1e5),
+        ),
+        (
+            {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+            RopeConfig(5e5, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+        ),
+    ],
+)
+def test_rope_of_transformers_4_and_5(changes: dict[str, Any], rope: RopeConfig) -> None:
+    assert read(**changes).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt_oss"}, "known: llama"),
+        ({"model_type": None}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": {**LLAMA3, "attention_factor": 1.2}}, "attention_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "num_kv_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"num_hidden_layers": 0}, "num_layers"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        read(**changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 1e5}, LLAMA3 | {"rope_theta": 5e5}]
+)
+def test_reads_what_the_installed_transformers_writes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: dict[str, Any]
+) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=3,
+        rope_parameters=rope,
+        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+        eos_token_id=[2, 3],
+    ).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "gkv_jax.models.config"):
+        config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert caplog.text == ""
+    assert (config.num_layers, config.tie_word_embeddings, config.eos_token_ids) == (
+        3,
+        True,
+        (2, 3),
+    )
+    assert config.rope.theta == rope["rope_theta"]
+    assert (config.rope.scaling is not None) == (rope["rope_type"] == "llama3")
+
+
+def test_fields_that_nobody_reads_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gkv_jax.models.config"):
+        read(residual_multiplier=0.2, torch_dtype="bfloat16")
+    assert "residual_multiplier" in caplog.text
+    assert "torch_dtype" not in caplog.text
+
+
+def test_stop_tokens_of_both_configurations_are_joined() -> None:
+    config = ModelConfig.from_hf(
+        hf_config(TINY, eos_token_id=7), generation_config={"eos_token_id": [9, 7]}
+    )
+    assert config.eos_token_ids == (7, 9)
