@@ -26,9 +26,11 @@ def attention(
       in_prefix: bool ``[C]``: the keys that the second rotation is for.
 
     Returns:
-      ``[B,N,Hq,D]`` in the dtype of ``v``.
+      ``[B,N,Hq,D]`` in the dtype of the queries.
     """
     batch, n, heads, dim = queries[0].shape
+    dtype = queries[0].dtype
+    k, v = k.astype(dtype), v.astype(dtype)  # the cache may store another one
     groups = heads // k.shape[1]
     # Both rotations meet all keys in one product (K is read once), then each slot picks its own:
     # slicing K into segments would copy it.
@@ -45,10 +47,10 @@ def attention(
     weights = jnp.where(mask, weights, 0.0)
     total = weights.sum(axis=-1)
     out = jnp.einsum(
-        "bhngc,bhcd->bhngd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        "bhngc,bhcd->bhngd", weights.astype(dtype), v, preferred_element_type=jnp.float32
     )
     out = out / jnp.maximum(total, 1e-30)[..., None]
-    return out.transpose(0, 2, 1, 3, 4).reshape(batch, n, heads, dim).astype(v.dtype)
+    return out.transpose(0, 2, 1, 3, 4).reshape(batch, n, heads, dim).astype(dtype)
 
 
 class QueryRotation:

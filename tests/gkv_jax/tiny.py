@@ -32,7 +32,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> Any:
-    """Parameters in the model's layout, float32, with logits of a few units."""
+    """Parameters in the model's layout, float32; an untied head gives logits of a few units."""
     rng = np.random.default_rng(seed)
 
     def weight(*shape: int) -> Any:
@@ -62,7 +62,7 @@ def random_params(config: ModelConfig, seed: int = 0) -> Any:
         ],
     }
     if not config.tie_word_embeddings:
-        params["head"] = jnp.asarray(rng.normal(0, 1, (config.vocab_size, dm)), jnp.float32)
+        params["head"] = jnp.asarray(rng.normal(0, 0.4, (config.vocab_size, dm)), jnp.float32)
     return params
 
 
@@ -92,5 +92,9 @@ def byte_tokenizer() -> Any:
 
 
 def text_config(**changes: Any) -> ModelConfig:
-    """``tiny_config`` for ``byte_tokenizer``, its logits wider than the tokenizer."""
-    return tiny_config(vocab_size=290, eos_token_ids=(STOP,), **changes)
+    """``tiny_config`` for ``byte_tokenizer``, its logits wider than the tokenizer.
+
+    The head is not tied: a random model with a tied one repeats its last token.
+    """
+    values = {"vocab_size": 290, "eos_token_ids": (STOP,), "tie_word_embeddings": False}
+    return tiny_config(**(values | changes))

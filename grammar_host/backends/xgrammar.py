@@ -1,0 +1,275 @@
+"""XGrammar (https://github.com/mlc-ai/xgrammar, arXiv:2411.15100): the default engine.
+
+Importing this module imports torch and transformers, because `xgrammar` does; nothing else in the
+package does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from grammar_host.backends.base import Backend, CompiledGuide, EngineMatcher
+from grammar_host.backends.xgrammar_emptiness import derives_nothing
+from grammar_host.bitmask import token_row
+from grammar_host.errors import (
+    EmptyLanguageError,
+    GuideError,
+    InvalidGuideError,
+    UnsupportedGuideError,
+    clean_reason,
+)
+from grammar_host.guide import DEFAULT_MAX_WHITESPACE, Guide
+from grammar_host.tokenizer import TokenizerInfo
+
+_EMPTY = "no finite text satisfies it; check for rules or schemas that require themselves"
+
+# The places where a guide refers to tokens by id: `Token(5, 6)` in EBNF, `<[5-7]>` in Lark, and
+# these keys of structural tags.
+_TOKEN_LISTS = re.compile(r"Token\(([\d,\s]*)\)|<\[([\d,\s-]*)\]>")
+_TOKEN_RANGE = re.compile(r"\b(\d{1,9})\b(?:\s*-\s*(\d{1,9})\b)?")
+_TOKEN_KEYS = ("token", "exclude_tokens", "trigger_tokens")
+
+
+class XGrammarBackend(Backend):
+    """Compiles every kind of guide with XGrammar.
+
+    Special tokens have no bytes, so that no grammar lets the model write `<|im_end|>` as if it
+    were text; only the special tokens that a `grammar`, `lark` or `structural_tag` guide names
+    (by text or by id) get theirs for that guide.
+    """
+
+    name = "xgrammar"
+
+    def __init__(self, tokenizer_info: TokenizerInfo) -> None:
+        self._tokenizer_info = tokenizer_info
+        self._without_bytes = frozenset(
+            token for token, text in enumerate(tokenizer_info.vocabulary) if not text
+        )
+        # One engine compiler per set of named special tokens; a handful of sets is ever in use.
+        self._compiler = lru_cache(maxsize=8)(self._new_compiler)
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        named = named_special_tokens(guide, self._tokenizer_info)
+        engine, info = self._compiler(named)
+        try:
+            compiled = self._compile(guide, engine, info)
+        except GuideError:
+            raise
+        except Exception as error:  # the engine raises RuntimeError for everything, and others
+            raise _guide_error(guide, str(error)) from None
+        unwritable = self._without_bytes - named
+
+        def new_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
+            matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids))
+            written = frozenset(t for t in stop_token_ids if self._tokenizer_info.vocabulary[t])
+            return XGrammarMatcher(
+                matcher,
+                unwritable - stop_token_ids,
+                written,
+                ~token_row(written, self._tokenizer_info.vocab_size),
+            )
+
+        return CompiledGuide(new_matcher, int(compiled.memory_size_bytes))
+
+    def _new_compiler(self, named: frozenset[int]) -> tuple[Any, Any]:
+        vocabulary = list(self._tokenizer_info.vocabulary)
+        for token in named:
+            vocabulary[token] = self._tokenizer_info.special_tokens[token].encode()
+        info = xgrammar.TokenizerInfo(
+            vocabulary,
+            vocab_type=xgrammar.VocabType.RAW,
+            vocab_size=self._tokenizer_info.vocab_size,
+            stop_token_ids=list(self._tokenizer_info.stop_token_ids),
+        )
+        threads = min(8, os.cpu_count() or 1)
+        return xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False), info
+
+    def _compile(self, guide: Guide, engine: Any, info: Any) -> Any:
+        if guide.kind == "structural_tag":
+            # Token names inside a tag are only resolved by the compiler, so there is no grammar
+            # to examine first; a dead end shows up when the matcher reaches it.
+            return engine.compile_structural_tag(_bound_whitespace(guide.document))
+        if guide.kind == "json_schema":
+            return engine.compile_grammar(_schema_grammar(guide))
+        grammar = _to_grammar(guide, info)
+        if derives_nothing(grammar.serialize_json()):
+            raise EmptyLanguageError(guide.field, _EMPTY)
+        return engine.compile_grammar(grammar)
+
+
+class XGrammarMatcher(EngineMatcher):
+    """One generation inside XGrammar."""
+
+    def __init__(
+        self,
+        matcher: Any,
+        unwritable: frozenset[int],
+        written_stops: frozenset[int],
+        text_row: NDArray[np.int32],
+    ) -> None:
+        """Wraps the engine's matcher.
+
+        Args:
+            matcher: an `xgrammar.GrammarMatcher`.
+            unwritable: tokens without bytes, stop tokens aside.
+            written_stops: stop tokens that have bytes, so that XGrammar may take them for text.
+            text_row: int32 [W], every bit 1 but those of `written_stops`.
+        """
+        self._matcher = matcher
+        self._unwritable = unwritable
+        self._written_stops = written_stops
+        self._text_row = text_row
+
+    def accept_token(self, token_id: int) -> bool:
+        # XGrammar prints a warning for every special token that it refuses.
+        if token_id in self._unwritable:
+            return False
+        if token_id in self._written_stops and not self.is_completed():
+            return False
+        return bool(self._matcher.accept_token(token_id))
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int) -> None:
+        self._matcher.fill_next_token_bitmask(bitmask, index)
+        # XGrammar allows a stop token whose own bytes would complete the text, and terminates
+        # there. Whoever cuts the stop token off would be left with an incomplete text.
+        if self._written_stops and not self.is_completed():
+            bitmask[index] &= self._text_row
+
+    def is_terminated(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def is_completed(self) -> bool:
+        return bool(self._matcher.is_completed())
+
+    def fork(self) -> XGrammarMatcher:
+        return XGrammarMatcher(
+            self._matcher.fork(), self._unwritable, self._written_stops, self._text_row
+        )
+
+
+def named_special_tokens(guide: Guide, tokenizer_info: TokenizerInfo) -> frozenset[int]:
+    """The special tokens that a guide refers to, by text or by id."""
+    if guide.kind not in ("grammar", "lark", "structural_tag"):
+        return frozenset()
+    listed = np.zeros(tokenizer_info.vocab_size, dtype=np.bool_)
+    for low, high in _listed_token_ids(guide.text):
+        listed[low : high + 1] = True
+    if guide.kind == "structural_tag":
+        for token in _tag_token_ids(guide.document):
+            listed[token : token + 1] = True
+    return frozenset(
+        token
+        for token, name in tokenizer_info.special_tokens.items()
+        if name and (listed[token] or name in guide.text)
+    )
+
+
+def _listed_token_ids(text: str) -> Iterator[tuple[int, int]]:
+    """First and last id of every range of tokens that an EBNF or Lark text lists by number."""
+    for match in _TOKEN_LISTS.finditer(text):
+        for low, high in _TOKEN_RANGE.findall(match[1] or match[2] or ""):
+            yield int(low), int(high or low)
+
+
+def _tag_token_ids(node: Any) -> Iterator[int]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _tag_token_ids(item)
+    elif isinstance(node, dict):
+        for key in _TOKEN_KEYS:
+            value = node.get(key)
+            for token in value if isinstance(value, list) else [value]:
+                if type(token) is int and token >= 0:
+                    yield token
+        if node.get("type") == "token_dispatch" and isinstance(node.get("rules"), list):
+            for rule in node["rules"]:
+                if isinstance(rule, list) and rule and type(rule[0]) is int:
+                    yield max(rule[0], 0)
+        for key, value in node.items():
+            if key != "json_schema":
+                yield from _tag_token_ids(value)
+
+
+def _bound_whitespace(node: Any) -> Any:
+    """A copy of a structural tag whose JSON parts have a bound on blanks, as all JSON here has."""
+    if isinstance(node, list):
+        return [_bound_whitespace(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    bounded = {
+        key: value if key == "json_schema" else _bound_whitespace(value)
+        for key, value in node.items()
+    }
+    if node.get("type") == "json_schema":
+        bounded.setdefault("max_whitespace_cnt", DEFAULT_MAX_WHITESPACE)
+    return bounded
+
+
+def _to_grammar(guide: Guide, info: Any) -> Any:
+    if guide.kind == "json":
+        return _json_grammar('{"type": "object"}', guide.max_whitespace, strict=True)
+    if guide.kind == "regex":
+        return xgrammar.Grammar.from_regex(guide.text)
+    if guide.kind == "lark":
+        return xgrammar.Grammar.from_lark(guide.text, tokenizer_info=info)
+    if guide.kind == "choice":
+        alternatives = " | ".join(_quote(choice) for choice in guide.document)
+        return xgrammar.Grammar.from_ebnf(f"root ::= {alternatives}")
+    return xgrammar.Grammar.from_ebnf(guide.text)
+
+
+def _schema_grammar(guide: Guide) -> Any:
+    """The grammar of a JSON Schema, without items and properties that it does not mention.
+
+    A model asked for a name and an age should not invent further properties, so an absent
+    `additionalProperties` or `items` means false, as in XGrammar's and vLLM's default. Where that
+    leaves nothing (`{"type": "array", "minItems": 1}`), the schema is taken as it is written.
+    """
+    try:
+        grammar = _json_grammar(guide.text, guide.max_whitespace, strict=True)
+        if not derives_nothing(grammar.serialize_json()):
+            return grammar
+    except RuntimeError:
+        pass  # if strictness is not the reason, the next line says what is
+    grammar = _json_grammar(guide.text, guide.max_whitespace, strict=False)
+    if derives_nothing(grammar.serialize_json()):
+        raise EmptyLanguageError(guide.field, _EMPTY)
+    return grammar
+
+
+def _json_grammar(schema: str, max_whitespace: int | None, *, strict: bool) -> Any:
+    if max_whitespace == 0:
+        return xgrammar.Grammar.from_json_schema(
+            schema, any_whitespace=False, separators=(",", ":"), strict_mode=strict
+        )
+    return xgrammar.Grammar.from_json_schema(
+        schema, max_whitespace_cnt=max_whitespace, strict_mode=strict
+    )
+
+
+def _quote(text: str) -> str:
+    """A string literal of the EBNF: control characters must be escaped there."""
+    escaped = (
+        f"\\u{ord(character):04x}" if ord(character) < 0x20 or character in '"\\' else character
+        for character in text
+    )
+    return f'"{"".join(escaped)}"'
+
+
+def _guide_error(guide: Guide, message: str) -> GuideError:
+    reason = clean_reason(message)
+    # "Nothing satisfies this part" is a refusal, too: the part may be optional, so it does not
+    # follow that the language is empty.
+    kind = UnsupportedGuideError if "not supported" in reason else InvalidGuideError
+    return kind(guide.field, reason)

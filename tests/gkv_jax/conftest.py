@@ -1,0 +1,51 @@
+"""What tests share: loading a model and compiling its loop take longer than most tests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from gkv_jax import CacheSpec, Engine
+from gkv_jax.models.llama import Llama
+from gkv_jax.weights.registry import LoadedModel, load_model
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    """SmolLM2-135M-Instruct in float32, parameters as in the checkpoint."""
+    return load_model("smollm2-135m-instruct", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_params(smollm2: LoadedModel) -> Any:
+    """The same parameters in the model's own layout."""
+    return Llama.from_checkpoint(smollm2.params)
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2: LoadedModel, smollm2_params: Any) -> Iterator[Engine]:
+    """Four slots, sinks and window, two drafts."""
+    with Engine(
+        Llama(smollm2.config),
+        smollm2_params,
+        smollm2.tokenizer,
+        cache=CacheSpec(sinks=4, window=252, max_drafts=2),
+        slots=4,
+        stop_token_ids=smollm2.config.eos_token_ids,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def compiles() -> Iterator[list[str]]:
+    """Names of what XLA compiled since the fixture began; clear it to count from there."""
+    events: list[str] = []
+
+    def listen(name: str, _: float, **kwargs: Any) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(str(kwargs.get("fun_name", name)))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,194 @@
+"""Logits and greedy tokens equal transformers', on random variants and on trained weights."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gkv_jax import CacheSpec, Engine, Sampling
+from gkv_jax.cache import init_cache
+from gkv_jax.decode import prefill_chunk
+from gkv_jax.models.llama import Llama
+from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_config
+from gkv_jax.weights.parameters import fill_params, placer, to_hf_state_dict
+from gkv_jax.weights.registry import LoadedModel
+from tests.gkv_jax.tiny import byte_tokenizer
+
+SPEC = CacheSpec.full(160)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "attention bias": {"attention_bias": True},
+    "mlp bias": {"mlp_bias": True, "tie_word_embeddings": True},
+    "one kv head": {"num_key_value_heads": 1},
+    "no grouping": {"num_key_value_heads": 4},
+    "own head width": {"head_dim": 16},
+    "llama3 rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "linear rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+    },
+}
+
+
+def reference(changes: dict[str, Any]) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{
+            "vocab_size": 290,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            # Larger than the default, so that attention is not nearly uniform.
+            "initializer_range": 0.3,
+            "eos_token_id": 256,
+            "bos_token_id": None,
+            "pad_token_id": 256,
+        }
+        | changes
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():  # biases and norms are not 0 and 1 in life
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    return model
+
+
+def our_logits(model: Llama, params: Any, tokens: list[int]) -> np.ndarray:
+    """Logits ``[T,V]`` of a prompt through the full cache."""
+    hidden, _ = prefill_chunk(
+        params,
+        init_cache(SPEC, model, 1, jnp.float32),
+        np.asarray(tokens, np.int32),
+        np.int32(0),
+        np.int32(0),
+        np.int32(len(tokens)),
+        model=model,
+        spec=SPEC,
+    )
+    return np.asarray(model.logits(params, hidden))
+
+
+def their_logits(model: LlamaForCausalLM, tokens: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def their_greedy(model: LlamaForCausalLM, tokens: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        ids = torch.tensor([tokens])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+        )
+    return out[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_variant_equals_transformers(name: str, tmp_path: Path) -> None:
+    theirs = reference(VARIANTS[name])
+    theirs.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    model = Llama(config)
+    checkpoint = SafetensorsCheckpoint.open(tmp_path)
+    params = model.from_checkpoint(fill_params(config, checkpoint, "huggingface", placer("float32")))
+
+    tokens = np.random.default_rng(0).integers(0, 256, 70).tolist()
+    np.testing.assert_allclose(
+        our_logits(model, params, tokens), their_logits(theirs, tokens), rtol=0, atol=1e-4
+    )
+    with Engine(model, params, byte_tokenizer(), cache=SPEC, slots=1) as engine:
+        prompt = "The quick brown fox"
+        (result,) = engine.generate(prompt, sampling=Sampling(max_tokens=32))
+    expected = their_greedy(theirs, engine.tokenizer.encode(prompt), 32)
+    assert list(result.tokens) == expected[: len(result.tokens)]
+    assert len(result.tokens) == 32 or result.finish_reason == "stop"
+
+
+@pytest.mark.model
+def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_params: Any) -> None:
+    """Same weights in float32: logits within 1e-3 on three prompts, 64 greedy tokens equal."""
+    config, model = smollm2.config, Llama(smollm2.config)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            tie_word_embeddings=config.tie_word_embeddings,
+            eos_token_id=list(config.eos_token_ids),
+            pad_token_id=config.eos_token_ids[0],
+        )
+    ).eval()
+    state = to_hf_state_dict(config, smollm2.params)
+    theirs.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in state.items()})
+
+    prompts = [
+        "The capital of Portugal is Lisbon, a city on seven hills. The capital of France is",
+        "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+        "Once upon a time, in 1834, there lived an old woman who had",
+    ]
+    spec = CacheSpec(sinks=4, window=252)
+    for prompt in prompts:
+        tokens = smollm2.tokenizer.encode(prompt)
+        ours, expected = our_logits(model, smollm2_params, tokens), their_logits(theirs, tokens)
+        assert np.abs(ours - expected).max() < 1e-3
+    with Engine(
+        model,
+        smollm2_params,
+        smollm2.tokenizer,
+        cache=spec,
+        slots=4,
+        stop_token_ids=config.eos_token_ids,
+    ) as engine:
+        results = engine.generate(prompts, sampling=Sampling(max_tokens=64))
+    for prompt, result in zip(prompts, results, strict=True):
+        expected_tokens = their_greedy(theirs, smollm2.tokenizer.encode(prompt), 64)
+        assert list(result.tokens) == expected_tokens[: len(result.tokens)]
+        assert len(result.tokens) == 64 or result.finish_reason == "stop"
+
+
+def test_bfloat16_weights_give_nearly_the_same_distribution() -> None:
+    """Everything that must be float32 inside is: a bfloat16 model is off by its rounding only."""
+    theirs = reference({})
+    config = Llama(_config_of(theirs)).config
+    model = Llama(config)
+    state = {k: v.numpy() for k, v in theirs.state_dict().items()}
+    params = model.from_checkpoint(fill_params(config, state, "huggingface", placer("bfloat16")))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    tokens = np.random.default_rng(0).integers(0, 256, 70).tolist()
+    ours, expected = our_logits(model, params, tokens), their_logits(theirs, tokens)
+    assert ours.dtype == np.float32
+    assert np.abs(ours - expected).mean() < 0.02 * np.abs(expected).mean() + 0.05
+
+
+def _config_of(model: LlamaForCausalLM) -> Any:
+    from gkv_jax.models.config import ModelConfig
+
+    return ModelConfig.from_hf(model.config.to_dict())
