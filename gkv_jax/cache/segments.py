@@ -39,8 +39,9 @@ class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-      k: rotated keys ``[B,Hk,C,D]``.
-      v: values ``[B,Hk,C,D]``.
+      k: rotated keys ``[B,C,Hk,D]``: a token's heads lie together, because XLA updates this
+        layout in place on every platform; with heads before slots it copies the cache.
+      v: values ``[B,C,Hk,D]``.
       kept_pos: true positions of the kept tokens, int32 ``[B,Hk,kept]``, ``EMPTY`` where unused;
         None when the spec keeps none. Heads differ, and nothing but reports reads it.
     """
@@ -80,7 +81,7 @@ class Cache:
 
 def init_cache(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) -> Cache:
     """An empty cache for ``batch`` rows of ``model``, keys and values in ``dtype``."""
-    shape = (batch, model.num_kv_heads, spec.capacity, model.head_dim)
+    shape = (batch, spec.capacity, model.num_kv_heads, model.head_dim)
 
     def layer() -> LayerCache:
         kept = (batch, model.num_kv_heads, spec.kept)
@@ -117,17 +118,12 @@ def slots_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
 
 
 def write(buffer: jax.Array, rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """Write ``values [B,N,Hk,D]`` to ``slots [B,N]`` of ``buffer [B,Hk,C,D]``, in place where donated.
+    """Write ``values [B,N,Hk,D]`` to ``slots [B,N]`` of ``buffer [B,C,Hk,D]``, in place where donated.
 
     Slots outside the buffer are dropped; ``dynamic_update_slice`` would clamp them to the edge and
     overwrite another token.
     """
-    if slots.size == 1:
-        # XLA turns a scatter of one index into a dynamic-update-slice that reads what it replaces,
-        # and copies the whole buffer for it. A second index that is dropped keeps it a scatter.
-        slots = jnp.concatenate([slots, jnp.full_like(slots, buffer.shape[2])], axis=1)
-        values = jnp.concatenate([values, values], axis=1)
-    return buffer.at[rows, :, slots].set(values.astype(buffer.dtype), mode="drop")
+    return buffer.at[rows, slots].set(values.astype(buffer.dtype), mode="drop")
 
 
 def visible(spec: CacheSpec, slot_pos: jax.Array, positions: jax.Array) -> jax.Array:

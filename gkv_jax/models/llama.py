@@ -62,8 +62,9 @@ class Llama:
         """Tokens ``[B,N]`` int32 to final hidden states ``[B,N,Dm]``, normalised."""
         x = params["embed"][tokens]
         for index, layer in enumerate(params["layers"]):
-            x = x + self._attention(layer, index, self._norm(x, layer["attn_norm"]), attend)
-            x = x + self._mlp(layer, self._norm(x, layer["mlp_norm"]))
+            with jax.named_scope(f"layer{index}"):  # so that profiles and schedules can be read
+                x = x + self._attention(layer, index, self._norm(x, layer["attn_norm"]), attend)
+                x = x + self._mlp(layer, self._norm(x, layer["mlp_norm"]))
         return self._norm(x, params["norm"])
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -1,0 +1,158 @@
+"""The whole decode loop, compiled for TPUs: what runs when, and that the cache is never copied."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gkv_jax.cache import Cache, CacheSpec, init_cache
+from gkv_jax.decode import device_loop, prefill_chunk
+from gkv_jax.models.config import RopeConfig
+from gkv_jax.models.llama import Llama
+from gkv_jax.sampling import SamplingRows
+from gkv_jax.weights.parameters import parameters
+from tests.aot.hlo import Instruction, Program
+from tests.aot.topology import GENERATIONS, Generation, compile_for
+from tests.gkv_jax.tiny import tiny_config
+
+pytestmark = pytest.mark.aot
+
+# Two layers of Llama-3's proportions, and a cache that no VMEM can hold: a buffer that fits there
+# XLA may take in and write back, which is a decision about small caches and not the rule.
+CONFIG = tiny_config(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=2,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(500_000.0),
+)
+MODEL = Llama(CONFIG)
+SPECS = {
+    "window": CacheSpec(sinks=4, window=131068),
+    "drafts": CacheSpec(sinks=4, window=16380, max_drafts=4),
+    "snapkv": CacheSpec(policy="snapkv", sinks=4, kept=8188, window=8192),
+    "full": CacheSpec.full(16384),
+}
+
+
+@functools.cache
+def shapes(spec: CacheSpec, batch: int) -> tuple[Any, Cache, Any, Any, Any, Any]:
+    params = param_shapes()
+    cache = jax.eval_shape(lambda: init_cache(spec, MODEL, batch, jnp.bfloat16))
+    answer = jax.ShapeDtypeStruct((batch, spec.queries + 3), jnp.int32)
+    rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    sampling = SamplingRows.greedy(batch)
+    return params, cache, answer, rows, sampling, jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def param_shapes() -> Any:
+    tree: dict[str, Any] = {"layers": [{} for _ in range(CONFIG.num_layers)]}
+    for leaf in parameters(CONFIG):
+        if leaf.layer is None:
+            tree[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
+        else:  # [in, out], see Llama.from_checkpoint
+            shape = leaf.shape[::-1]
+            tree["layers"][leaf.layer][leaf.name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return tree
+
+
+@functools.cache
+def compiled_loop(generation: Generation, name: str, batch: int) -> jax.stages.Compiled:
+    loop = functools.partial(
+        device_loop.__wrapped__, model=MODEL, spec=SPECS[name], kernel="mosaic_tpu"
+    )
+    return compile_for(generation, loop, *shapes(SPECS[name], batch), donate_argnums=1)
+
+
+def body_of(program: Program) -> list[Instruction]:
+    """The decode loop's own body: the one that talks to the host."""
+    (body,) = [b for b in program.while_bodies() if any(i.opcode == "send" for i in b)]
+    return body
+
+
+def where(body: list[Instruction], opcode: str, dtype: str, *shape: int) -> int:
+    """Place of the one ``send`` or ``recv`` that carries such an array."""
+    (found,) = [
+        at
+        for at, i in enumerate(body)
+        if i.opcode == opcode and (i.arrays[0].dtype, i.arrays[0].shape) == (dtype, shape)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation) -> None:
+    """The body is a cycle: submit ends a turn and its answer is what the next turn's layers read."""
+    spec, batch = SPECS["drafts"], 8
+    program = Program.of(compiled_loop(generation, "drafts", batch))
+    assert program.is_scheduled
+    body = body_of(program)
+    words = CONFIG.vocab_size // 32 + 1
+    dependence = where(body, "send", "bf16")  # a scalar of the hidden states
+    masks = where(body, "recv", "s32", batch, spec.queries, words)
+    sampled = where(body, "send", "s32", batch, spec.queries + 1)
+    answer = where(body, "recv", "s32", batch, spec.queries + 3)
+    layers = {
+        layer: [
+            at
+            for at, i in enumerate(body)
+            if i.opcode == "fusion" and f"layer{layer}/" in i.rest
+        ]
+        for layer in range(CONFIG.num_layers)
+    }
+    assert all(len(places) > 0 for places in layers.values())
+    first, last = min(layers[0]), max(layers[CONFIG.num_layers - 1])
+    assert first < last < masks < sampled < answer
+    assert last < dependence < masks
+
+
+# A loop compiles in 4 to 10 s: the three that the schedule test needs too, one of each policy, and
+# a batch of one, whose scatter has a single index. The rest of the matrix is for the full size.
+CI_SIZE = {(generation, "drafts", 8) for generation in GENERATIONS} | {
+    ("v5e", "window", 1), ("v5e", "snapkv", 8), ("v5e", "full", 8)
+}  # fmt: skip
+MATRIX = [
+    pytest.param(*case, marks=() if case in CI_SIZE else pytest.mark.full)
+    for case in itertools.product(GENERATIONS, SPECS, (1, 8))
+]
+
+
+@pytest.mark.parametrize(("generation", "name", "batch"), MATRIX)
+def test_the_cache_is_updated_in_place(generation: Generation, name: str, batch: int) -> None:
+    compiled = compiled_loop(generation, name, batch)
+    spec = SPECS[name]
+    cache_shape = (batch, spec.capacity, CONFIG.num_kv_heads, CONFIG.head_dim)
+    program = Program.of(compiled)
+    copies = [
+        f"{i.name} {i.opcode}"
+        for i in program.buffers
+        if i.opcode in ("copy", "copy-start", "transpose")
+        and any(sorted(a.shape) == sorted(cache_shape) for a in i.arrays)
+    ]
+    assert copies == []
+    memory = compiled.memory_analysis()
+    layer_bytes = 2 * batch * CONFIG.num_kv_heads * spec.capacity * CONFIG.head_dim * 2
+    assert memory.alias_size_in_bytes >= CONFIG.num_layers * layer_bytes
+    assert memory.temp_size_in_bytes < layer_bytes
+
+
+def test_prefill_compiles_and_keeps_the_cache_in_place() -> None:
+    spec = SPECS["window"]
+    params, cache, *_ = shapes(spec, 8)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    prefill = functools.partial(prefill_chunk.__wrapped__, model=MODEL, spec=spec)
+    tokens = jax.ShapeDtypeStruct((256,), jnp.int32)
+    compiled = compile_for("v5e", prefill, params, cache, tokens, *[scalar] * 3, donate_argnums=1)
+    cache_shape = (8, spec.capacity, CONFIG.num_kv_heads, CONFIG.head_dim)
+    copies = [
+        i.name
+        for i in Program.of(compiled).buffers
+        if i.opcode in ("copy", "copy-start") and any(a.shape == cache_shape for a in i.arrays)
+    ]
+    assert copies == []
