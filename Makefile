@@ -16,6 +16,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# The TPU compiler, for tests that compile without a TPU. In a folder of its own: beside JAX it would
+# make every program look for a TPU first, and say so.
+$(VENV)/libtpu: $(VENV)/installed
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ 'libtpu==0.0.42.*'; fi
+	@mkdir -p $@ && touch $@
+
 model: $(VENV)/installed  ## fetch the small real model (98 MB, verified)
 	$(BIN)/python -m gkv_jax.weights.fetch $(MODEL)
 
@@ -23,10 +30,10 @@ demo: model  ## the main job: a real model writes a document that obeys a JSON S
 	$(BIN)/python -m gkv_jax.generate --model $(MODEL) --schema examples/person.json \
 	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
 
-test: model lint  ## ruff, mypy and the tests (what CI runs)
+test: model lint $(VENV)/libtpu  ## ruff, mypy and the tests (what CI runs)
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: model lint  ## the long sizes of the long checks, too
+test-full: model lint $(VENV)/libtpu  ## the long sizes of the long checks, too
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed  ## ruff and mypy
@@ -40,6 +47,7 @@ format: $(VENV)/installed  ## let ruff fix what it can
 
 bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.perplexity
 
 clean:  ## remove the environment and caches (not the fetched model)

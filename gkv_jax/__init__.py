@@ -8,14 +8,13 @@
 Importing this package imports jax and numpy; everything heavier waits until it is used.
 """
 
-from grammar_host import DeadEndError, GrammarError, Guide
-
 from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts import DraftSource, ScriptedDrafts
 from gkv_jax.engine import Engine
 from gkv_jax.errors import UserError
 from gkv_jax.request import Piece, Result
 from gkv_jax.sampling import Sampling
+from grammar_host import DeadEndError, GrammarError, Guide
 
 __version__ = "0.1.0"
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grammar_host import GuidedBatch
 from jax.experimental import io_callback
 
 from gkv_jax.cache import CacheSpec
 from gkv_jax.request import Request, RequestCancelled
+from grammar_host import GuidedBatch
 
 # The one piece of global state: a compiled loop outlives sessions, so it names them by number.
 _sessions: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()

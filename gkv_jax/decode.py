@@ -17,12 +17,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pallas_kernels.bitmask import Implementation, apply_token_bitmask
 
 from gkv_jax import bridge
 from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, SnapKVAttend, StepAttend
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import SamplingRows, sample
+from pallas_kernels.bitmask import Implementation, apply_token_bitmask
 
 
 @functools.partial(
@@ -102,9 +102,7 @@ def choose(
     return jnp.concatenate([sampled, n_new[:, None]], axis=1), inputs.next_pos + n_new
 
 
-@functools.partial(
-    jax.jit, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",)
-)
+@functools.partial(jax.jit, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
 def device_loop(
     params: Params,
     cache: Cache,

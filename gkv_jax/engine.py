@@ -6,23 +6,23 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
-from grammar_host.backends.base import Backend
 
 from gkv_jax.bridge import Session
 from gkv_jax.cache import CacheSpec, init_cache, reset_row
 from gkv_jax.decode import device_loop, host_loop, prefill_chunk, prefill_snapkv
 from gkv_jax.drafts import DraftSource
-from gkv_jax.errors import UserError
+from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.request import Piece, Request, Result
+from gkv_jax.request import Piece, Request, RequestCancelled, Result
 from gkv_jax.sampling import Sampling, SamplingRows
 from gkv_jax.text import TextStream
+from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
+from grammar_host.backends.base import Backend
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text to continue, or chat messages ``{"role": ..., "content": ...}``."""
@@ -30,8 +30,6 @@ Prompt = str | Sequence[Mapping[str, Any]]
 Loop = Literal["device", "host"]
 
 _SHORTEST_CHUNK = 32
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -123,9 +121,10 @@ class Engine:
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         loaded = load_model(name, dtype=dtype)
+        model = Llama(loaded.config)
         return cls(
-            Llama(loaded.config),
-            loaded.params,
+            model,
+            model.from_checkpoint(loaded.params),
             loaded.tokenizer,
             cache=cache,
             slots=slots,
@@ -155,16 +154,16 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        guide: Guide | None | Sequence[Guide | None] = None,
+        guide: Guide | Sequence[Guide | None] | None = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        drafts: DraftSource | None | Sequence[DraftSource | None] = None,
+        drafts: DraftSource | Sequence[DraftSource | None] | None = None,
     ) -> list[Result]:
         """Answer any number of prompts; results come in their order.
 
         ``guide``, ``sampling`` and ``drafts`` are one for all or one for each. A request that cannot
         be served has ``finish_reason == "error"`` and says why; the others are not disturbed.
         """
-        batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        batch = _as_batch(prompts)
         guides = _one_each("guide", guide, len(batch))
         samplings = _one_each("sampling", sampling, len(batch))
         sources = _one_each("drafts", drafts, len(batch))
@@ -172,7 +171,7 @@ class Engine:
         try:
             for each in zip(batch, guides, samplings, sources, strict=True):
                 try:
-                    request = self.prepare(*each)  # type: ignore[arg-type]
+                    request = self.prepare(*each)
                 except (UserError, GrammarError) as error:
                     request = self._refused(error)
                 else:
@@ -204,6 +203,27 @@ class Engine:
         self.submit(request)
         return _pieces(request)
 
+    def warm_up(self, prompt_tokens: int | None = None) -> None:
+        """Compile what requests will need, so that none of them waits for it.
+
+        Args:
+          prompt_tokens: longest prompt to prepare for; one prefill chunk if None, which is all
+            that longer prompts need too, unless policy ``snapkv`` reads them in one piece.
+        """
+        longest = prompt_tokens or self.spec.prefill_chunk + 1
+        length = _SHORTEST_CHUNK
+        while True:
+            tokens = (0,) * min(length + 1, longest)
+            stream = TextStream(self.tokenizer)
+            request = Request(tokens, Sampling(max_tokens=1), self._stop_token_ids, stream)
+            self.submit(request)
+            error = request.result().error
+            if error is not None:
+                raise error
+            if length + 1 >= longest:
+                return
+            length *= 2
+
     def prepare(
         self,
         prompt: Prompt,
@@ -224,16 +244,20 @@ class Engine:
             prompt=tokens,
             sampling=sampling,
             stop_token_ids=self._stop_token_ids,
-            text_stream=TextStream(self.tokenizer, sampling.stop),
+            text_stream=TextStream(self.tokenizer, sampling.stop_texts),
             grammar=self._compile(guide),
             drafts=drafts,
             cache_bytes=self._cache.nbytes,
         )
 
     def submit(self, request: Request) -> None:
-        """Queue a prepared request. Read ``request.pieces()`` or wait for ``request.result()``."""
+        """Queue a prepared request. Read ``request.pieces()`` or wait for ``request.result()``.
+
+        Raises:
+          EngineClosedError: after ``close``.
+        """
         if self._closed:
-            raise UserError("the engine is closed; make a new one")
+            raise EngineClosedError("the engine is closed; make a new one")
         request.started = time.perf_counter()
         self._waiting.append(request)
         self._wake.set()
@@ -293,9 +317,11 @@ class Engine:
         if not messages:
             return []
         if not self.tokenizer.chat_template:
-            raise UserError("prompt is a chat, but the tokenizer has no chat template; give a string")
+            raise UserError(
+                "prompt is a chat, but the tokenizer has no chat template; give a string"
+            )
         try:
-            return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+            return self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except (jinja2.TemplateError, KeyError, TypeError, AttributeError) as error:
@@ -307,17 +333,17 @@ class Engine:
     def _check_length(self, length: int) -> None:
         limit, way_out = self.spec.max_tokens, "a larger cache window or policy 'window'"
         if self.spec.policy == "full" and limit is not None and length > limit:
-            raise UserError(
+            raise PromptTooLongError(
                 f"prompt has {length} tokens, the cache holds {limit} under policy 'full'; "
                 f"shorten it, or use {way_out}"
             )
         if self._selects(length - 1) and length > self.model.max_positions:
-            raise UserError(
+            raise PromptTooLongError(
                 f"prompt has {length} tokens, policy 'snapkv' reads it in one piece and the model "
                 f"was trained for {self.model.max_positions}; shorten it, or use policy 'window'"
             )
         if limit is not None and limit > self.model.max_positions < length:
-            raise UserError(
+            raise PromptTooLongError(
                 f"prompt has {length} tokens, the model was trained for {self.model.max_positions} "
                 "under policy 'full'; shorten it, or use policy 'window'"
             )
@@ -340,11 +366,13 @@ class Engine:
                 while not self._closed and (self._waiting or self._session.any_active):
                     self._admit_waiting()
                     self._run()
-            except Exception as error:  # the device program failed: its cache is lost, the engine not
+            except (
+                Exception
+            ) as error:  # the device program failed: its cache is lost, the engine not
                 self._session.fail_all(error)
                 self._cache = init_cache(self.spec, self.model, self.slots, self._dtype)
                 self._wake.set()
-        closed = UserError("the engine was closed")
+        closed = EngineClosedError("the engine was closed before the request was done")
         self._session.fail_all(closed)
         while self._waiting:
             self._waiting.popleft().finish("error", closed)
@@ -353,9 +381,16 @@ class Engine:
     def _run(self) -> None:
         """Decode until the session wants something else."""
         self._reload = False
-        session, static = self._session, {"model": self.model, "spec": self.spec}
+        session = self._session
         if self.loop == "host":
-            self._cache = host_loop(self._params, self._cache, session, self._sampling, **static)
+            self._cache = host_loop(
+                self._params,
+                self._cache,
+                session,
+                self._sampling,
+                model=self.model,
+                spec=self.spec,
+            )
         else:
             self._cache = device_loop(
                 self._params,
@@ -364,7 +399,8 @@ class Engine:
                 session.positions(),
                 self._sampling,
                 np.int32(session.handle),
-                **static,
+                model=self.model,
+                spec=self.spec,
             )
             jax.block_until_ready(self._cache)
         if session.broken:
@@ -377,7 +413,7 @@ class Engine:
                 return
             request = self._waiting.popleft()
             if request.cancelled:
-                request.finish("error", UserError("the request was cancelled"))
+                request.finish("error", RequestCancelled("the request was cancelled"))
                 continue
             try:
                 self._prefill(slot, request.prompt[:-1])
@@ -389,12 +425,18 @@ class Engine:
 
     def _prefill(self, slot: int, tokens: Sequence[int]) -> None:
         """Read a prompt, all but its last token: that one is the first step's input."""
-        row, static = np.int32(slot), {"model": self.model, "spec": self.spec}
+        row = np.int32(slot)
         self._cache = reset_row(self._cache, row, spec=self.spec)
         if self._selects(len(tokens)):
             padded = _pad(tokens, _bucket(len(tokens)))
             self._cache = prefill_snapkv(
-                self._params, self._cache, padded, row, np.int32(len(tokens)), **static
+                self._params,
+                self._cache,
+                padded,
+                row,
+                np.int32(len(tokens)),
+                model=self.model,
+                spec=self.spec,
             )
             return
         size = self.spec.prefill_chunk
@@ -408,7 +450,8 @@ class Engine:
                 row,
                 np.int32(start),
                 np.int32(len(chunk)),
-                **static,
+                model=self.model,
+                spec=self.spec,
             )
 
     def _selects(self, length: int) -> bool:
@@ -437,8 +480,9 @@ def _pieces(request: Request) -> Iterator[Piece]:
         raise request.error
 
 
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+    return cast(list[Prompt], [prompts] if is_one else list(prompts))
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The one error that users are meant to read."""
+"""The errors that users are meant to read."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,11 @@ class UserError(ValueError):
     The message is one line that names the field and the way out; command lines print it and exit
     with code 2, the server answers HTTP 400 with it, and nothing else in the batch is disturbed.
     """
+
+
+class PromptTooLongError(UserError):
+    """The prompt does not fit the model or the cache policy."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed before the request was done."""

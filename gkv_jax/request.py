@@ -4,14 +4,13 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
-
-from grammar_host import Grammar
 
 from gkv_jax.drafts import DraftSource
 from gkv_jax.sampling import Sampling
 from gkv_jax.text import TextStream
+from grammar_host import Grammar
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -60,6 +59,9 @@ class Request:
     text_stream: TextStream
     grammar: Grammar | None = None
     drafts: DraftSource | None = None
+    sink: Callable[[Piece | None], None] | None = None
+    """Set before submitting, it takes each piece as it comes, then None, in place of ``pieces()``.
+    The loop's host side calls it: it must neither block nor raise."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     texts: list[str] = dataclasses.field(default_factory=list)
@@ -90,8 +92,8 @@ class Request:
         if not self.text_stream.stopped:
             self._stream(self.text_stream.flush(), ())
         self.finish_reason, self.error, self.ended = reason, error, time.perf_counter()
-        self._pieces.put(None)
         self._done.set()
+        self._put(None)
 
     def cancel(self) -> None:
         """Ask the loop to give up this request; its slot is free a step or two later."""
@@ -118,7 +120,13 @@ class Request:
         if text:
             self.texts.append(text)
         if text or tokens:
-            self._pieces.put(Piece(text, tokens))
+            self._put(Piece(text, tokens))
+
+    def _put(self, piece: Piece | None) -> None:
+        if self.sink is None:
+            self._pieces.put(piece)
+        else:
+            self.sink(piece)
 
     def _stats(self) -> dict[str, Any]:
         seconds = self.ended - self.started if self.started else 0.0

@@ -34,9 +34,10 @@ class Rope:
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines for int32 positions ``[...]``: two float32 arrays ``[..., D/2]``."""
         cos_table, sin_table = _digit_tables(self)
-        cos, sin = jnp.asarray(cos_table[0])[positions & 255], jnp.asarray(sin_table[0])[
-            positions & 255
-        ]
+        cos, sin = (
+            jnp.asarray(cos_table[0])[positions & 255],
+            jnp.asarray(sin_table[0])[positions & 255],
+        )
         for digit in range(1, _DIGITS):
             index = (positions >> (8 * digit)) & 255
             c, s = jnp.asarray(cos_table[digit])[index], jnp.asarray(sin_table[digit])[index]

@@ -10,6 +10,8 @@ whatever slot it runs in, whoever runs beside it, and with or without drafts.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ class Sampling:
         1904.09751); 1 keeps all.
       min_p: drop tokens less likely than this fraction of the most likely one (arXiv 2407.01082).
       seed: same seed, same tokens.
-      stop: texts that end the output; they are not part of it.
+      stop: texts that end the output (one as a plain string); they are not part of it.
 
     Raises:
       UserError: a value out of range, naming the field.
@@ -42,26 +44,34 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1)):
-            _check_integer(name, getattr(self, name), low, high)
+        _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name, high in (("temperature", math.inf), ("top_p", 1.0), ("min_p", 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-                raise UserError(f"sampling.{name} is {value!r}; it must be a number")
-            if not 0.0 <= value <= high or math.isinf(value):
-                upper = "" if math.isinf(high) else f" and <= {high:g}"
-                raise UserError(f"sampling.{name} is {value!r}; it must be finite, >= 0{upper}")
+        _check_number("temperature", self.temperature, math.inf)
+        _check_number("top_p", self.top_p, 1.0)
+        _check_number("min_p", self.min_p, 1.0)
         if self.top_p == 0.0:
             raise UserError("sampling.top_p is 0; it must be > 0 (1 keeps all tokens)")
-        if any(not isinstance(text, str) or not text for text in self.stop):
+        if not isinstance(self.stop, Sequence) or not all(
+            isinstance(text, str) and text for text in self.stop_texts
+        ):
             raise UserError(f"sampling.stop is {self.stop!r}; it must hold non-empty strings")
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, however it was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_number(name: str, value: object, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise UserError(f"sampling.{name} is {value!r}; it must be a number")
+    if not 0.0 <= value <= high or math.isinf(value):
+        upper = "" if math.isinf(high) else f" and <= {high:g}"
+        raise UserError(f"sampling.{name} is {value!r}; it must be finite, >= 0{upper}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -78,14 +88,15 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 class SamplingRows:
     """``Sampling`` of every row, so that no request retraces anything.
 
-    Arrays ``[B]``: ``temperature``, ``top_p``, ``min_p`` float32, ``top_k`` int32, ``seed`` uint32.
+    Arrays ``[B]``, of NumPy on the host and of JAX inside a program: ``temperature``, ``top_p``,
+    ``min_p`` float32, ``top_k`` int32, ``seed`` uint32.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    seed: jax.Array | np.ndarray
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
 
     @classmethod
     def greedy(cls, batch: int) -> "SamplingRows":
@@ -103,7 +114,7 @@ class SamplingRows:
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self, name)[row] = getattr(sampling, name)
         # All 64 bits of the seed count.
-        getattr(self, "seed")[row] = (sampling.seed ^ (sampling.seed >> 32)) & 0xFFFFFFFF
+        self.seed[row] = (sampling.seed ^ (sampling.seed >> 32)) & 0xFFFFFFFF
 
 
 def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:

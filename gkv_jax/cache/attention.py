@@ -34,9 +34,7 @@ def attention(
     groups = heads // k.shape[2]
     # Both rotations meet all keys in one product (K is read once), then each slot picks its own:
     # slicing K into segments would copy it.
-    stacked = jnp.concatenate(
-        [q.reshape(batch, n, -1, groups, dim) for q in queries], axis=3
-    )
+    stacked = jnp.concatenate([q.reshape(batch, n, -1, groups, dim) for q in queries], axis=3)
     logits = jnp.einsum("bnhgd,bchd->bhngc", stacked, k, preferred_element_type=jnp.float32)
     if len(queries) == 2:
         at_text, at_rank = logits[..., :groups, :], logits[..., groups:, :]

@@ -78,6 +78,4 @@ class ChunkAttend:
     @property
     def cache(self) -> Cache:
         """The cache after the chunk."""
-        return dataclasses.replace(
-            self._cache, layers=tuple(self._layers), slot_pos=self._slot_pos
-        )
+        return dataclasses.replace(self._cache, layers=tuple(self._layers), slot_pos=self._slot_pos)

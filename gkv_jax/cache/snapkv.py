@@ -52,7 +52,9 @@ class SnapKVAttend:
         (rotated_q,) = self._rotation.queries(q)
         rotated_k = self._rotation.keys(k)
         chosen = select(self._spec, rotated_q[0], rotated_k[0], self._length)
-        self._layers.append(self._compact(self._cache.layers[layer], chosen, k[0], rotated_k[0], v[0]))
+        self._layers.append(
+            self._compact(self._cache.layers[layer], chosen, k[0], rotated_k[0], v[0])
+        )
         return _causal_attention(rotated_q, rotated_k, v)
 
     @property
@@ -81,7 +83,12 @@ class SnapKVAttend:
         return jnp.where(positions >= self._ring_start, positions, EMPTY)
 
     def _compact(
-        self, before: LayerCache, chosen: jax.Array, k: jax.Array, rotated_k: jax.Array, v: jax.Array
+        self,
+        before: LayerCache,
+        chosen: jax.Array,
+        k: jax.Array,
+        rotated_k: jax.Array,
+        v: jax.Array,
     ) -> LayerCache:
         """Write sinks, chosen tokens ``[Hk,kept]`` and window of ``k``, ``v`` ``[L,Hk,D]`` to the row."""
         spec = self._spec
@@ -125,9 +132,7 @@ def select(spec: CacheSpec, q: jax.Array, k: jax.Array, length: jax.Array) -> ja
     # A voter before the text has nothing to see; its NaN row must not vote.
     votes = jnp.where((voters >= 0)[None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
     scores = votes.mean(axis=(1, 2))
-    scores = jax.lax.reduce_window(
-        scores, -jnp.inf, jax.lax.max, (1, spec.pool), (1, 1), "SAME"
-    )
+    scores = jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, (1, spec.pool), (1, 1), "SAME")
     candidate = (positions >= spec.sinks) & (positions <= length - spec.window)
     scores = jnp.where(candidate[None], scores, -jnp.inf)
     best, index = jax.lax.top_k(scores, min(spec.kept, padded))

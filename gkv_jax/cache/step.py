@@ -47,6 +47,4 @@ class StepAttend:
     @property
     def cache(self) -> Cache:
         """The cache after the step."""
-        return dataclasses.replace(
-            self._cache, layers=tuple(self._layers), slot_pos=self._slot_pos
-        )
+        return dataclasses.replace(self._cache, layers=tuple(self._layers), slot_pos=self._slot_pos)

@@ -82,7 +82,9 @@ class Llama:
         return _linear(layer, "o", out.reshape(batch, queries, -1))
 
     def _mlp(self, layer: Params, x: jax.Array) -> jax.Array:
-        return _linear(layer, "down", jax.nn.silu(_linear(layer, "gate", x)) * _linear(layer, "up", x))
+        return _linear(
+            layer, "down", jax.nn.silu(_linear(layer, "gate", x)) * _linear(layer, "up", x)
+        )
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """RMSNorm in float32 (arXiv 1910.07467)."""

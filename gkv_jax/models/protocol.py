@@ -24,6 +24,7 @@ class Decoder(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width V of the logits, which may exceed the tokenizer's length."""
+
     @property
     def num_layers(self) -> int: ...
     @property
@@ -33,6 +34,7 @@ class Decoder(Protocol):
     @property
     def max_positions(self) -> int:
         """Positions the model was trained for."""
+
     @property
     def rope(self) -> Rope: ...
 

@@ -1,0 +1,1 @@
+"""``python -m gkv_jax.serve``: the engine behind OpenAI's chat completions API."""

@@ -34,7 +34,7 @@ CONFIG = tiny_config(
 )
 MODEL = Llama(CONFIG)
 SPECS = {
-    "window": CacheSpec(sinks=4, window=131068),
+    "window": CacheSpec(sinks=4, window=65532),
     "drafts": CacheSpec(sinks=4, window=16380, max_drafts=4),
     "snapkv": CacheSpec(policy="snapkv", sinks=4, kept=8188, window=8192),
     "full": CacheSpec.full(16384),
@@ -100,9 +100,7 @@ def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation
     answer = where(body, "recv", "s32", batch, spec.queries + 3)
     layers = {
         layer: [
-            at
-            for at, i in enumerate(body)
-            if i.opcode == "fusion" and f"layer{layer}/" in i.rest
+            at for at, i in enumerate(body) if i.opcode == "fusion" and f"layer{layer}/" in i.rest
         ]
         for layer in range(CONFIG.num_layers)
     }

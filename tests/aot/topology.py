@@ -7,7 +7,9 @@ copies and host transfers a program really has; `tests.aot.hlo` reads it. It mea
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
@@ -15,11 +17,18 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Sharding, SingleDeviceSharding
 
+# Where `make test` puts libtpu: outside of site-packages, so that no other program meets it.
+sys.path.append(str(Path(sys.prefix) / "libtpu"))
+
 # libtpu reads these when it is loaded, which `get_topology_desc` does on its first call.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a cloud's metadata server for a TPU
 os.environ.setdefault(
     "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
 )  # no lock file: other processes compile too
+
+# XLA:TPU merges the Python stacks of nested calls in time that explodes with their depth, and under
+# pytest every stack is deep: a loop that compiles in 6 s takes minutes. One frame is enough here.
+jax.config.update("jax_traceback_in_locations_limit", 1)
 
 Generation = Literal["v4", "v5e", "v6e"]
 GENERATIONS: tuple[Generation, ...] = get_args(Generation)
@@ -34,7 +43,7 @@ def tpu_devices(generation: Generation) -> Sequence[Any]:
     They have a platform and a device kind but hold no arrays. Skips the calling test where libtpu
     is not installed.
     """
-    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'dev', on Linux)")
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (`make test`, on Linux)")
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=_TOPOLOGY_NAMES[generation]
     )

@@ -14,9 +14,7 @@ from gkv_jax.decode import prefill_chunk, prefill_snapkv
 from tests.gkv_jax.cache.test_streaming import CONFIG, MODEL, PARAMS, TEXT, inputs_for, step
 from tests.gkv_jax.oracle import ListCache
 
-SPEC = CacheSpec(
-    policy="snapkv", sinks=3, kept=6, window=9, observe=4, pool=3, max_drafts=1
-)
+SPEC = CacheSpec(policy="snapkv", sinks=3, kept=6, window=9, observe=4, pool=3, max_drafts=1)
 
 
 def prefill(text: list[int], spec: CacheSpec, padded: int, row: int = 1) -> Cache:

@@ -82,11 +82,16 @@ def test_prefill_does_not_depend_on_chunks(name: str, size: int) -> None:
         padded = np.zeros(size + 2, np.int32)  # always some padding
         padded[: len(chunk)] = chunk
         hidden, cache = prefill_chunk(
-            PARAMS, cache, padded, row, np.int32(start), np.int32(len(chunk)), model=MODEL, spec=spec
+            PARAMS,
+            cache,
+            padded,
+            row,
+            np.int32(start),
+            np.int32(len(chunk)),
+            model=MODEL,
+            spec=spec,
         )
-        close(
-            MODEL.logits(PARAMS, hidden[: len(chunk)]), expected[start : start + len(chunk)]
-        )
+        close(MODEL.logits(PARAMS, hidden[: len(chunk)]), expected[start : start + len(chunk)])
     # And decoding goes on from there, the other row idle.
     token = 5
     logits, _ = step(cache, inputs_for([None, ([token], len(TEXT))], spec), spec=spec)
@@ -125,7 +130,9 @@ def test_a_row_does_not_know_its_neighbours() -> None:
     rng = np.random.default_rng(3)
     cache = init_cache(SPEC, MODEL, 8, jnp.float32)
     for _ in range(2):
-        texts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (1, 2, 3, 4, 9, 10, 11, 25)]
+        texts = [
+            rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (1, 2, 3, 4, 9, 10, 11, 25)
+        ]
         rng.shuffle(texts)
         for row in range(8):
             cache = reset_row(cache, np.int32(row), spec=SPEC)
@@ -151,5 +158,6 @@ def test_bytes_do_not_depend_on_the_text() -> None:
         _, cache = step(cache, inputs_for([([1], at)], SPEC), spec=SPEC)
         assert cache.nbytes == size
     assert size == sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(init_cache(SPEC, MODEL, 1, jnp.float32))
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(init_cache(SPEC, MODEL, 1, jnp.float32))
     )

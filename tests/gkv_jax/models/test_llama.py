@@ -39,9 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         }
     },
-    "linear rope": {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
-    },
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
 }
 
 
@@ -112,7 +110,9 @@ def test_random_variant_equals_transformers(name: str, tmp_path: Path) -> None:
     config = read_config(tmp_path)
     model = Llama(config)
     checkpoint = SafetensorsCheckpoint.open(tmp_path)
-    params = model.from_checkpoint(fill_params(config, checkpoint, "huggingface", placer("float32")))
+    params = model.from_checkpoint(
+        fill_params(config, checkpoint, "huggingface", placer("float32"))
+    )
 
     tokens = np.random.default_rng(0).integers(0, 256, 70).tolist()
     np.testing.assert_allclose(

@@ -1,0 +1,189 @@
+"""``python -m gkv_jax.generate``: one prompt, one constraint, tokens as they come."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gkv_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from grammar_host import Guide
+
+    from gkv_jax.request import Request
+
+_CONSTRAINT, _CACHE, _SAMPLING = "Constraint (at most one)", "Cache", "Sampling"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="What to say to the model.")],
+    model: Annotated[
+        str, typer.Option(help="Registry name, folder, .gguf file or Hugging Face id.")
+    ] = "smollm2-135m-instruct",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON Schema.", rich_help_panel=_CONSTRAINT)
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Any JSON object.", rich_help_panel=_CONSTRAINT)
+    ] = False,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression.", rich_help_panel=_CONSTRAINT)
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with an EBNF grammar.", rich_help_panel=_CONSTRAINT)
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="One of these; repeat the option.", rich_help_panel=_CONSTRAINT),
+    ] = None,
+    structural_tag: Annotated[
+        Path | None,
+        typer.Option(help="File with a structural tag (JSON).", rich_help_panel=_CONSTRAINT),
+    ] = None,
+    sinks: Annotated[
+        int, typer.Option(help="First tokens that are never evicted.", rich_help_panel=_CACHE)
+    ] = 4,
+    window: Annotated[
+        int, typer.Option(help="Most recent tokens that stay.", rich_help_panel=_CACHE)
+    ] = 1020,
+    kept: Annotated[
+        int,
+        typer.Option(
+            help="Prompt tokens that SnapKV selects from a longer prompt.", rich_help_panel=_CACHE
+        ),
+    ] = 0,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Evict nothing; end when full.", rich_help_panel=_CACHE),
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.", rich_help_panel=_SAMPLING)] = 0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.", rich_help_panel=_SAMPLING)] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 keeps all.", rich_help_panel=_SAMPLING)] = 0.0,
+    seed: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING),
+    ] = None,
+) -> None:
+    """Generate text that obeys a constraint, with a KV cache of constant size.
+
+    The text goes to standard output as it comes, a line of statistics to standard error.
+
+    Example: python -m gkv_jax.generate --schema examples/person.json --prompt "Invent a person."
+    """
+    from gkv_jax import CacheSpec, Engine, Sampling
+
+    guide = _guide(
+        schema=schema,
+        json=json,
+        regex=regex,
+        grammar=grammar,
+        choice=choice,
+        structural_tag=structural_tag,
+    )
+    if full and kept:
+        raise UserError("--full and --kept exclude each other; a full cache keeps everything")
+    policy: Any = "full" if full else "snapkv" if kept else "window"
+    cache = CacheSpec(policy=policy, sinks=sinks, kept=kept, window=window)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    with Engine.from_pretrained(model, cache=cache, slots=1) as engine:
+        text_or_chat = prompt if raw else _conversation(prompt)
+        request = engine.prepare(text_or_chat, guide=guide, sampling=sampling)
+        # Compile what this prompt needs, so that the statistics are those of decoding.
+        engine.generate(text_or_chat, sampling=Sampling(max_tokens=1))
+        engine.submit(request)
+        for piece in request.pieces():
+            print(piece.text, end="", flush=True)
+        print()
+        _report(request)
+
+
+def _conversation(prompt: str) -> list[dict[str, str]]:
+    if not prompt:
+        raise UserError("--prompt is empty; give at least one character")
+    return [{"role": "user", "content": prompt}]
+
+
+def _guide(**options: Any) -> "Guide | None":
+    """The one constraint asked for; file options are read here."""
+    from grammar_host import Guide
+
+    given = {name: value for name, value in options.items() if value}
+    if len(given) > 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{names} exclude each other; give one constraint")
+    for name, value in given.items():
+        match name:
+            case "schema":
+                return Guide.json_schema(_read(name, value))
+            case "json":
+                return Guide.json()
+            case "regex":
+                return Guide.regex(value)
+            case "grammar":
+                return Guide.grammar(_read(name, value))
+            case "choice":
+                return Guide.choice(value)
+            case "structural_tag":
+                return Guide.structural_tag(_read(name, value))
+    return None
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"--{option.replace('_', '-')} {path}: {reason}") from error
+
+
+def _report(request: "Request") -> None:
+    result = request.result()
+    if result.error is not None:
+        raise result.error
+    stats = result.stats
+    line = (
+        f"[{result.finish_reason}] {stats['tokens']} tokens in {stats['seconds']:.2f} s"
+        f" ({stats['tokens_per_second']:.1f} tokens/s)"
+        f" · prompt {stats['prompt_tokens']} tokens · cache {stats['cache_bytes'] / 1e6:.1f} MB"
+    )
+    if stats["backend"]:
+        line += (
+            f" · {stats['backend']}: compiled in {stats['compile_ms']:.0f} ms,"
+            f" {stats['grammar_us_per_token']:.0f} µs per token"
+        )
+    print(line, file=sys.stderr)
+
+
+def main() -> None:
+    """Run the command; whatever cannot be served is one line on standard error and exit code 2."""
+    from grammar_host import GrammarError
+
+    try:
+        app()
+    except (UserError, GrammarError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

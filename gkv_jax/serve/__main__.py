@@ -1,0 +1,90 @@
+"""``python -m gkv_jax.serve``: load a model and answer OpenAI's clients."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from gkv_jax.engine import Loop
+from gkv_jax.errors import UserError
+from gkv_jax.serve.settings import load_settings
+from grammar_host import GrammarError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A registry name, a folder, a .gguf file or a Hugging Face id."),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 is all.  [127.0.0.1]")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port; 0 takes a free one.  [8000]")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Requests decoded at once; more of them queue.  [8]")
+    ] = None,
+    sinks: Annotated[
+        int | None, typer.Option(help="First tokens of a text that stay in the cache.  [4]")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Most recent tokens in the cache.  [1020]")
+    ] = None,
+    kept: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a long prompt that SnapKV selects to stay.  [0: no SnapKV]"),
+    ] = None,
+    loop: Annotated[
+        Loop | None,
+        typer.Option(help="Decode in one device program, or drive steps from the host.  [device]"),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with these settings and more; flags override it."),
+    ] = None,
+) -> None:
+    """Serve a model with OpenAI's chat completions API: guided by JSON Schemas, from a KV cache
+    that never grows.
+
+    \b
+    python -m gkv_jax.serve --model smollm2-135m-instruct
+    python -m gkv_jax.serve --config configs/serve/default.toml --port 9000
+
+    Clients use http://HOST:PORT/v1 as base URL and need no key. SIGTERM or Ctrl-C ends the server
+    once running requests are done. Exit code 2: something has to be said differently; one line on
+    stderr tells what.
+    """
+    cache = {"sinks": sinks, "window": window, "kept": kept}
+    flags: dict[str, Any] = {"model": model, "host": host, "port": port, "slots": slots}
+    settings = load_settings(config, flags | {"loop": loop, "cache": cache})
+
+    # Imported here, so that --help and mistakes in flags are answered at once.
+    from gkv_jax.serve.process import run
+
+    run(settings)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    command = typer.main.get_command(app)
+    try:
+        command.main(arguments, prog_name="python -m gkv_jax.serve", standalone_mode=False)
+    except TyperException as error:
+        return _fail(f"{error.format_message()} See --help.")
+    except (UserError, GrammarError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The routes."""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio.to_thread
+import fastapi
+from fastapi import FastAPI
+from sse_starlette import EventSourceResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import gkv_jax
+from gkv_jax.engine import Engine
+from gkv_jax.errors import UserError
+from gkv_jax.request import Request
+from gkv_jax.serve import generation
+from gkv_jax.serve.errors import (
+    ApiError,
+    failed_generation,
+    install_handlers,
+    invalid_guide,
+    logger,
+)
+from gkv_jax.serve.protocol import ChatCompletionRequest
+from gkv_jax.serve.replies import ChatCompletion, Health, Model, ModelList, Reply
+from gkv_jax.serve.settings import Limits
+from grammar_host import GuideError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Service:
+    """What the routes share.
+
+    Attributes:
+      engine: does the work.
+      model: what clients call the model.
+      limits: how much one request may ask for.
+      fingerprint: OpenAI's ``system_fingerprint``: same fingerprint, request and seed, same answer.
+      created: Unix time of the start.
+    """
+
+    engine: Engine
+    model: str
+    limits: Limits
+    fingerprint: str
+    created: int
+
+    def check_model(self, model: str) -> None:
+        """Raises ApiError unless this model is served."""
+        if model != self.model:
+            message = f"The model '{model}' does not exist; this server has '{self.model}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def prepare(self, asked: ChatCompletionRequest) -> Request:
+        """Everything that can be refused, and all that takes long; runs in a thread.
+
+        Raises:
+          ApiError: the request cannot be served.
+        """
+        try:
+            request = self.engine.prepare(asked.chat(), asked.guide(), asked.sampling(self.limits))
+        except GuideError as error:
+            name = asked.response_format.name if asked.response_format else None
+            raise invalid_guide(error, name) from error
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_prompt") from error
+        if len(request.prompt) > self.limits.prompt_tokens:
+            message = (
+                f"the messages are {len(request.prompt)} tokens long and this server reads at most "
+                f"{self.limits.prompt_tokens}; shorten them"
+            )
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+        return request
+
+    async def events(self, request: Request, reply: Reply) -> AsyncIterator[dict[str, str]]:
+        """The server-sent events of one answer."""
+        yield {"data": reply.opening()}
+        async with contextlib.aclosing(generation.pieces(self.engine, request)) as stream:
+            async for piece in stream:
+                if piece.text:
+                    yield {"data": reply.text(piece.text)}
+        result = request.result()
+        if result.finish_reason == "error":
+            logger.error("%s failed", reply.id, exc_info=result.error)
+            yield {"data": failed_generation(result.error).json()}
+            return
+        for chunk in reply.closing(result):
+            yield {"data": chunk}
+        yield {"data": "[DONE]"}
+
+
+class _BodyLimit:
+    """ASGI middleware that reads no more of a body than is allowed."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(
+                    413, f"the body is larger than {self._max_bytes} bytes; send less"
+                )
+            return message
+
+        await self._app(scope, counted, send)
+
+
+def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> FastAPI:
+    """The ASGI application.
+
+    Args:
+      engine: does the work; whoever made it closes it.
+      model: what clients call the model.
+      limits: how much one request may ask for; ``Limits()`` if None.
+    """
+    service = _Service(
+        engine, model, limits or Limits(), _fingerprint(engine, model), int(time.time())
+    )
+    # The pages for /docs and /redoc would come from elsewhere; /openapi.json is here.
+    app = FastAPI(title="gkv_jax", version=gkv_jax.__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(_BodyLimit, max_bytes=service.limits.body_bytes)
+    install_handlers(app)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat_completions(asked: ChatCompletionRequest, http: fastapi.Request) -> Any:
+        service.check_model(asked.model)
+        asked.check_stream()
+        request = await anyio.to_thread.run_sync(service.prepare, asked)
+        reply = Reply(model, service.fingerprint, include_usage=asked.include_usage)
+        if asked.stream:
+            # Streams end because the engine does, with an error that says so; not before.
+            return EventSourceResponse(
+                service.events(request, reply), sep="\n", shutdown_grace_period=math.inf
+            )
+        result = await generation.result(engine, request, http)
+        if request.cancelled:
+            raise ApiError(499, "the client closed the connection")
+        if result.finish_reason == "error":
+            logger.error("%s failed", reply.id, exc_info=result.error)
+            raise failed_generation(result.error)
+        return reply.completion(result)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[Model(id=model, created=service.created)])
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Model:
+        service.check_model(name)
+        return Model(id=model, created=service.created)
+
+    @app.get("/health")
+    async def health() -> Health:
+        return Health(model=model, slots=engine.slots)
+
+    return app
+
+
+def _fingerprint(engine: Engine, model: str) -> str:
+    parts = (gkv_jax.__version__, model, engine.spec, engine.loop)
+    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]

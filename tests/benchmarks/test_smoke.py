@@ -1,0 +1,68 @@
+"""Every benchmark runs, on a tiny random model, and writes what it says. No timing is asserted."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import decode, overlap, perplexity
+from benchmarks.common import interleaved, medians
+from gkv_jax import CacheSpec
+from gkv_jax.weights import LoadedModel
+from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    """A checkpoint (matrices ``[out, in]``) whose vocabulary is the 256 bytes and a few more."""
+    config = text_config()
+    params = random_params(config)
+    params["layers"] = [jax.tree.map(np.transpose, layer) for layer in params["layers"]]
+    return LoadedModel(config, params, byte_tokenizer())
+
+
+def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    samples = interleaved({"a": lambda: measure("a"), "b": lambda: measure("b")}, 3)
+    assert "".join(order) == "abababab"
+    assert samples == {"a": [3.0, 5.0, 7.0], "b": [4.0, 6.0, 8.0]}
+    assert medians(samples) == {"a": 5.0, "b": 6.0}
+
+
+def test_decode(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decode.run(tiny, CacheSpec(sinks=2, window=126), [1, 2], 8, 1, tmp_path)
+    results = json.loads((tmp_path / "decode.json").read_text())
+    assert "ms/step" in capsys.readouterr().out
+    assert results["environment"]["versions"]["jax"] == jax.__version__
+    for batch in ("1", "2"):
+        measured = results["batches"][batch]
+        assert set(measured["steps"].values()) == {7}
+        assert measured["same_tokens"] == {"unguided": True, "guided": True}
+    sizes = results["memory"]["cache_bytes_at"]
+    assert sizes["500"] == sizes["50000"] == results["memory"]["cache_bytes"]
+
+
+def test_overlap(tiny: LoadedModel) -> None:
+    results = overlap.measure(tiny, [0.0, 2.0], tokens=4, repetitions=1)
+    overlap.report(results)
+    assert {tuple(by_fill) for by_fill in results.values()} == {(overlap.NO_MASK, "0", "2")}
+    assert set(results) == {"device", "host"}
+
+
+def test_perplexity(tiny: LoadedModel, tmp_path: Path) -> None:
+    decoder = perplexity.Llama(tiny.config)
+    tokens = np.random.default_rng(0).integers(0, 256, 80).tolist()
+    params = decoder.from_checkpoint(tiny.params)
+    scores = perplexity.measure(decoder, params, tokens, size=16, last=32)
+    perplexity.report(scores, "noise", 32, tmp_path)
+    assert [score.cache for score in scores] == ["full", "4+12", "0+16"]
+    results = json.loads((tmp_path / "perplexity.json").read_text())
+    assert results["ratio_to_full"]["full"] == 1.0
+    assert (tmp_path / "perplexity.png").stat().st_size > 0

@@ -1,0 +1,273 @@
+"""What is served: chat completions with and without streaming, guided and free, many at once."""
+
+import concurrent.futures
+import http.client
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from grammar_host import DeadEndError
+from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine, wait_for
+
+# Keys in an order that sorting would change; a finite language, so that any model ends it.
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["km", "mile"]},
+        "length": {"type": "integer", "minimum": 0, "maximum": 99},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["unit", "length", "exact"],
+    "additionalProperties": False,
+}
+ENDLESS = {"type": "string", "minLength": 15_000}
+
+
+def schema_format(schema: Any, name: str = "answer") -> dict[str, Any]:
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": name, "strict": True, "schema": schema},
+    }
+
+
+def text_of(completion: Any) -> str:
+    (choice,) = completion.choices
+    return choice.message.content
+
+
+def test_completion_has_openai_shape_and_stats(served: Served) -> None:
+    completion = served.chat(seed=5)
+    assert completion.object == "chat.completion"
+    assert completion.id.startswith("chatcmpl-")
+    assert completion.model == MODEL
+    assert completion.system_fingerprint.startswith("fp_")
+    assert completion.choices[0].finish_reason in ("stop", "length")
+    usage = completion.usage
+    assert usage.prompt_tokens == len("hi") + 2  # <user> and <model>
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert completion.gkv["backend"] is None
+    assert completion.gkv["cache_bytes"] > 0
+
+
+@pytest.mark.parametrize("response_format", [{"type": "text"}, schema_format(SCHEMA)])
+def test_stream_gives_the_text_of_the_completion(served: Served, response_format: Any) -> None:
+    fields: dict[str, Any] = {"seed": 7, "max_tokens": 300, "response_format": response_format}
+    whole = served.chat(**fields)
+    chunks = list(served.chat(stream=True, stream_options={"include_usage": True}, **fields))
+
+    *parts, usage = chunks
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in parts) == text_of(whole)
+    reasons = [chunk.choices[0].finish_reason for chunk in parts]
+    assert reasons == [None] * (len(parts) - 1) + [whole.choices[0].finish_reason]
+    assert all(chunk.usage is None for chunk in parts)
+    assert usage.choices == []
+    assert usage.usage == whole.usage
+    assert parts[-1].gkv["backend"] == whole.gkv["backend"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_stream_without_usage_does_not_mention_it(served: Served) -> None:
+    chunks = list(served.chat(stream=True))
+    assert all(chunk.choices for chunk in chunks)
+    assert not any("usage" in chunk.model_fields_set for chunk in chunks)
+
+
+def test_schema_is_obeyed_in_its_order(served: Served) -> None:
+    completion = served.chat(max_tokens=400, response_format=schema_format(SCHEMA))
+    answer = json.loads(text_of(completion))
+    jsonschema.validate(answer, SCHEMA)
+    assert list(answer) == list(SCHEMA["properties"])
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.gkv["backend"] == "xgrammar"
+
+
+def test_json_object_takes_a_schema(served: Served) -> None:
+    completion = served.chat(
+        max_tokens=400, response_format={"type": "json_object", "schema": SCHEMA}
+    )
+    jsonschema.validate(json.loads(text_of(completion)), SCHEMA)
+
+
+def test_json_object_begins_an_object(served: Served) -> None:
+    completion = served.chat(max_tokens=10, response_format={"type": "json_object"})
+    assert text_of(completion).lstrip().startswith("{")
+
+
+def test_length_is_reported(served: Served) -> None:
+    completion = served.chat(max_tokens=5, response_format=schema_format(ENDLESS))
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.usage.completion_tokens == 5
+
+
+def test_stop_text_ends_the_answer(served: Served) -> None:
+    fields: dict[str, Any] = {"max_tokens": 400, "response_format": schema_format(SCHEMA)}
+    whole = text_of(served.chat(**fields))
+    for stop in ('"length"', ['"nowhere"', '"length"']):
+        completion = served.chat(stop=stop, **fields)
+        assert text_of(completion) == whole[: whole.index('"length"')]
+        assert completion.choices[0].finish_reason == "stop"
+
+
+def test_seed_decides(served: Served) -> None:
+    def texts(**fields: Any) -> set[str]:
+        fields = {"response_format": schema_format(ENDLESS), "max_tokens": 30} | fields
+        return {text_of(served.chat(**fields)) for _ in range(3)}
+
+    assert len(texts(seed=3)) == 1
+    assert len(texts(seed=None)) == 3  # none given: a new one each time, as with OpenAI
+    assert len(texts(seed=None, temperature=0)) == 1
+
+
+def test_text_parts_and_developer_are_their_plain_equals(served: Served) -> None:
+    plain = [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "c"}]
+    parts = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "user", "content": "c"},
+    ]
+    assert text_of(served.chat(messages=parts)) == text_of(served.chat(messages=plain))
+
+
+def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
+    neutral = {
+        "n": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logprobs": False,
+        "logit_bias": {},
+        "store": False,
+        "user": "somebody",
+        "metadata": {"purpose": "test"},
+        "extra_body": {"tools": None, "top_k": 0, "min_p": 0},
+    }
+    assert text_of(served.chat(**neutral)) == text_of(served.chat())
+
+
+def test_concurrent_requests_equal_single_ones(served: Served) -> None:
+    """More requests than slots, guided and free, streaming or not: each as if it were alone."""
+    asked: list[dict[str, Any]] = [
+        {
+            "seed": seed,
+            "max_tokens": 120,
+            "messages": [{"role": "user", "content": "x" * (10 * seed)}],
+            "response_format": schema_format(SCHEMA) if seed % 2 else {"type": "text"},
+        }
+        for seed in range(10)
+    ]
+    alone = [text_of(served.chat(**fields)) for fields in asked]
+
+    def streamed(fields: dict[str, Any]) -> str:
+        chunks = served.chat(stream=True, **fields)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    with concurrent.futures.ThreadPoolExecutor(2 * len(asked)) as pool:
+        whole = [pool.submit(served.chat, **fields) for fields in asked]
+        pieces = [pool.submit(streamed, fields) for fields in asked]
+        assert [text_of(future.result()) for future in whole] == alone
+        assert [future.result() for future in pieces] == alone
+
+
+def test_leaving_a_stream_frees_its_slot(served: Served) -> None:
+    stream = served.chat(stream=True, max_tokens=20_000, response_format=schema_format(ENDLESS))
+    for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    assert served.free_slots < served.engine.slots
+    stream.close()
+    wait_for(lambda: served.free_slots == served.engine.slots)
+    assert text_of(served.chat()) is not None
+
+
+def test_leaving_before_the_answer_frees_the_slot(served: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port)
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 20_000,
+        "response_format": schema_format(ENDLESS),
+    }
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    wait_for(lambda: served.free_slots < served.engine.slots)
+    connection.close()
+    wait_for(lambda: served.free_slots == served.engine.slots)
+
+
+class _Failing:
+    """A text stream that breaks down in the middle of a generation."""
+
+    stopped = False
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def push(self, tokens: list[int]) -> str:
+        raise self._error
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DeadEndError("no legal token"), "dead_end"),
+        (RuntimeError("/somewhere/inside.py broke"), "internal_error"),
+    ],
+)
+def test_failure_of_one_request_is_its_own(
+    served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
+    prepare = served.engine.prepare
+
+    def sabotage(prompt: Any, *rest: Any) -> Any:
+        request = prepare(prompt, *rest)
+        if prompt[0]["content"] == "fail":
+            request.text_stream = _Failing(error)  # type: ignore[assignment]
+        return request
+
+    expected = text_of(served.chat())
+    monkeypatch.setattr(served.engine, "prepare", sabotage)
+    messages = [{"role": "user", "content": "fail"}]
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        neighbour = pool.submit(served.chat)
+        with pytest.raises(openai.InternalServerError) as whole:
+            served.chat(messages=messages)
+        with pytest.raises(openai.APIError) as streamed:
+            list(served.chat(messages=messages, stream=True))
+        assert text_of(neighbour.result()) == expected
+
+    for raised in (whole.value, streamed.value):
+        assert raised.body["code"] == code  # type: ignore[index]
+        assert raised.body["type"] == "server_error"  # type: ignore[index]
+        assert "inside.py" not in str(raised)
+
+
+def test_closing_the_engine_ends_streams_with_an_error() -> None:
+    with tiny_engine() as engine, serving(engine, LIMITS) as served:
+        stream = served.chat(stream=True, max_tokens=20_000, response_format=schema_format(ENDLESS))
+        next(stream)
+        wait_for(lambda: served.free_slots < engine.slots)
+        engine.close()
+        with pytest.raises(openai.APIError, match="closed"):
+            list(stream)
+
+
+def test_models_and_health(served: Served) -> None:
+    (model,) = served.client.models.list().data
+    assert model.id == MODEL
+    assert served.client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+    connection = http.client.HTTPConnection("127.0.0.1", served.port)
+    connection.request("GET", "/health")
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    assert answer == {"status": "ok", "model": MODEL, "slots": served.engine.slots}

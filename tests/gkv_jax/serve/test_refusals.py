@@ -1,0 +1,208 @@
+"""What is refused: in OpenAI's shape, naming the field and the way out, with no after-effects."""
+
+import http.client
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from gkv_jax.serve.unserved import UNSERVED_IN_MESSAGES, UNSERVED_IN_REQUESTS
+from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | fields}
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 2}, "n", "unsupported_parameter"),
+    ({"n": True}, "n", "unsupported_parameter"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"guided_json": {}}, "guided_json", "unsupported_parameter"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
+    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"messages": [{**HI[0], "foo": 1}]}, "messages.0.foo", "unknown_parameter"),
+    ({"messages": [{**HI[0], "name": "Ann"}]}, "messages.0.name", "unsupported_parameter"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hi"}, "messages", "invalid_type"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "missing_required_parameter"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", "invalid_value"),
+    ({"messages": user(5)}, "messages.0.content", "invalid_type"),
+    ({"messages": user("a\0b")}, "messages.0.content", "invalid_value"),
+    ({"messages": user("\ud800")}, "messages.0.content", "invalid_value"),
+    ({"messages": user([{"type": "image_url"}])}, "messages.0.content", "invalid_value"),
+    ({"messages": user([{"type": "text"}])}, "messages.0.content", "invalid_value"),
+    (
+        {"messages": user("x" * (LIMITS.prompt_tokens + 1))},
+        "messages",
+        "context_length_exceeded",
+    ),
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": float("nan")}, "temperature", "invalid_value"),
+    ({"temperature": float("inf")}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": 1.1}, "top_p", "invalid_value"),
+    ({"top_k": -1}, "top_k", "invalid_value"),
+    ({"min_p": 2}, "min_p", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"seed": 1.5}, "seed", "invalid_type"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": LIMITS.completion_tokens + 1}, "max_tokens", "invalid_value"),
+    ({"max_completion_tokens": 10**9}, "max_completion_tokens", "invalid_value"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "invalid_value"),
+    ({"stop": 5}, "stop", "invalid_type"),
+    ({"stop": [""]}, "stop.0", "invalid_value"),
+    ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"response_format": {"type": "object"}}, "response_format.type", "invalid_value"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format", "invalid_value"),
+    (
+        {"response_format": schema_format({}, name="a b")},
+        "response_format.json_schema.name",
+        "invalid_value",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "answer"}}},
+        "response_format.json_schema.schema",
+        "missing_required_parameter",
+    ),
+    ({"model": 5}, "model", "invalid_type"),
+]
+
+BAD_SCHEMAS: list[tuple[Any, str]] = [
+    ({"type": "nonsense"}, "invalid_json_schema"),
+    ({"type": "string", "pattern": "a\0"}, "invalid_json_schema"),
+    ({"$ref": "#/$defs/nowhere"}, "invalid_json_schema"),
+    ({"type": "string", "const": float("nan")}, "invalid_json_schema"),
+    ({"not": {}}, "empty_language"),
+]
+
+BAD_BODIES = [b"", b"{", b"[" * 50_000, b"\xff\xfe", b"null", b"[1]", b'{"a": 1', b"9" * 50_000]
+
+
+def post(served: Served, body: bytes, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    headers = {"Content-Type": "application/json"} | headers
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    response = connection.getresponse()
+    status, answer = response.status, json.loads(response.read())
+    connection.close()
+    return status, answer
+
+
+def post_fields(served: Served, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    body = {"model": MODEL, "messages": HI} | fields
+    status, answer = post(served, json.dumps(body).encode())
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return status, answer["error"]
+
+
+@pytest.fixture(autouse=True)
+def _still_serves(served: Served) -> Any:
+    yield
+    assert served.chat(max_tokens=2).choices
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), BAD_FIELDS)
+def test_bad_field(served: Served, fields: dict[str, Any], param: str, code: str) -> None:
+    status, error = post_fields(served, fields)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert (error["param"], error["code"]) == (param, code)
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(("schema", "code"), BAD_SCHEMAS)
+def test_bad_schema(served: Served, schema: Any, code: str) -> None:
+    status, error = post_fields(served, {"response_format": schema_format(schema)})
+    assert (status, error["param"], error["code"]) == (400, "response_format", code)
+    assert "Invalid schema for response_format 'answer'" in error["message"]
+
+
+def test_deep_schema(served: Served) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(200):
+        schema = {"type": "array", "items": schema}
+    status, error = post_fields(served, {"response_format": schema_format(schema)})
+    assert (status, error["code"]) == (400, "invalid_json_schema")
+
+
+@pytest.mark.parametrize("body", BAD_BODIES)
+def test_bad_body(served: Served, body: bytes) -> None:
+    status, answer = post(served, body)
+    assert status == 400
+    assert answer["error"]["code"] in ("invalid_json", "invalid_body")
+
+
+def test_other_content_type_says_which(served: Served) -> None:
+    body = json.dumps({"model": MODEL, "messages": HI}).encode()
+    status, answer = post(served, body, **{"Content-Type": "text/plain"})
+    assert status == 400
+    assert "application/json" in answer["error"]["message"]
+
+
+def test_large_body(served: Served) -> None:
+    status, answer = post(served, b" " * (LIMITS.body_bytes + 1))
+    assert status == 413
+    assert answer["error"]["code"] == "request_too_large"
+
+
+def test_every_unserved_field_is_refused(served: Served) -> None:
+    for name in UNSERVED_IN_REQUESTS:
+        status, error = post_fields(served, {name: "something"})
+        assert (status, error["param"]) == (400, name)
+        assert name in error["message"]
+    for name in UNSERVED_IN_MESSAGES:
+        status, error = post_fields(served, {"messages": [{**HI[0], name: "something"}]})
+        assert (status, error["param"]) == (400, f"messages.0.{name}")
+
+
+def test_openai_client_raises_its_own_errors(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="'n'") as raised:
+        served.chat(n=2)
+    assert raised.value.param == "n"
+    with pytest.raises(openai.NotFoundError) as missing:
+        served.chat(model="gpt-4o")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="Invalid schema for response_format") as bad:
+        served.chat(response_format=schema_format({"type": "nonsense"}), stream=True)
+    assert bad.value.code == "invalid_json_schema"
+
+
+def test_unknown_path_and_method(served: Served) -> None:
+    for method, path, status in [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+    ]:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port)
+        connection.request(method, path)
+        response = connection.getresponse()
+        error = json.loads(response.read())["error"]
+        connection.close()
+        assert response.status == status
+        assert error["type"] == "invalid_request_error"
+        if status == 405:
+            assert response.headers["Allow"] in error["message"]
+
+
+def test_unforeseen_failure_says_nothing_of_the_inside(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*_: Any) -> Any:
+        raise RuntimeError("/somewhere/inside.py broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.engine, "prepare", prepare)
+        status, error = post_fields(served, {})
+    assert (status, error["type"], error["code"]) == (500, "server_error", "internal_error")
+    assert "inside.py" not in error["message"]
