@@ -9,9 +9,8 @@ import typer
 from gkv_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from grammar_host import Guide
-
     from gkv_jax.request import Request
+    from grammar_host import Guide
 
 _CONSTRAINT, _CACHE, _SAMPLING = "Constraint (at most one)", "Cache", "Sampling"
 

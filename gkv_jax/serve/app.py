@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gkv_jax
 from gkv_jax.engine import Engine
-from gkv_jax.errors import UserError
+from gkv_jax.errors import PromptTooLongError, UserError
 from gkv_jax.request import Request
 from gkv_jax.serve import generation
 from gkv_jax.serve.errors import (
@@ -68,6 +68,9 @@ class _Service:
         except GuideError as error:
             name = asked.response_format.name if asked.response_format else None
             raise invalid_guide(error, name) from error
+        except PromptTooLongError as error:
+            code = "context_length_exceeded"
+            raise ApiError(400, str(error), param="messages", code=code) from error
         except UserError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_prompt") from error
         if len(request.prompt) > self.limits.prompt_tokens:

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gkv_jax.errors import UserError
+from gkv_jax.errors import EngineClosedError, UserError
 from grammar_host import (
     DeadEndError,
     EmptyLanguageError,
@@ -78,6 +78,8 @@ def failed_generation(error: Exception | None) -> ApiError:
     if isinstance(error, DeadEndError):
         message = f"{error}; try again with another seed, or loosen the schema"
         return ApiError(500, message, code="dead_end")
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, f"{error}; try again", code="shutting_down")
     if isinstance(error, GrammarError | UserError):
         return ApiError(500, str(error), code="generation_failed")
     return _internal()

@@ -18,7 +18,7 @@ async def pieces(engine: Engine, request: Request) -> AsyncGenerator[Piece, None
     Leaving early, by ``aclose`` or by cancellation, cancels the request. Waiting takes no thread.
 
     Raises:
-      UserError: the engine is closed.
+      EngineClosedError: the engine is closed.
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
@@ -41,7 +41,7 @@ async def result(engine: Engine, request: Request, http: fastapi.Request) -> Res
     """Submit a prepared request and wait for its end, which comes early if the client leaves.
 
     Raises:
-      UserError: the engine is closed.
+      EngineClosedError: the engine is closed.
     """
 
     async def watch() -> None:
@@ -60,13 +60,12 @@ async def result(engine: Engine, request: Request, http: fastapi.Request) -> Res
 
 
 def warm_up(engine: Engine) -> None:
-    """Load the grammar engine and compile the decode loop, before the first client waits for it.
+    """Compile the decode loop and prefill, and load the grammar engine, before clients come.
 
     Raises:
       Exception: whatever keeps this engine from serving.
     """
-    for outcome in engine.generate(
-        ["Hello", "Hello"], guide=[None, Guide.json()], sampling=Sampling(max_tokens=2)
-    ):
-        if outcome.error is not None:
-            raise outcome.error
+    engine.warm_up()
+    (guided,) = engine.generate("Hello", guide=Guide.json(), sampling=Sampling(max_tokens=2))
+    if guided.error is not None:
+        raise guided.error

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserError
 from gkv_jax.bridge import GrammarTimeout, Session
+from gkv_jax.errors import EngineClosedError
 from gkv_jax.models.llama import Llama
 from gkv_jax.request import RequestCancelled
 from grammar_host import DeadEndError, GrammarMatcher
@@ -425,3 +426,19 @@ def test_masks_are_filled_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) 
     pairs = list(zip(events[::2], events[1::2], strict=True))
     assert len(pairs) == 20
     assert pairs.count(("fill", "collect")) >= 15
+
+
+def test_warm_up_leaves_nothing_to_compile(compiles: list[str]) -> None:
+    with make(cache=CacheSpec(sinks=3, window=19, prefill_chunk=128)) as engine:
+        engine.warm_up()
+        compiles.clear()
+        for length in (1, 2, 33, 34, 64, 100, 128, 129, 130, 300):
+            engine.generate("w" * length, sampling=Sampling(max_tokens=2, temperature=0.5))
+    assert compiles == []
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = make()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.generate("x")
