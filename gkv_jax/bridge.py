@@ -11,9 +11,10 @@ runtime), they take no lock that a thread inside JAX might hold, and they never 
 with a row ends that row's request and leaves the others alone.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
+import queue
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from gkv_jax.cache import CacheSpec
-from gkv_jax.request import Request, RequestCancelled
+from gkv_jax.request import FinishReason, Request, RequestCancelled
 from grammar_host import GuidedBatch
 
 # The one piece of global state: a compiled loop outlives sessions, so it names them by number.
@@ -45,10 +46,48 @@ class _Row:
     """The last accepted token, then the drafts."""
 
 
+class _FillWorker:
+    """A thread that calls ``fill`` once for every ``start``.
+
+    Daemonic and without reference to the session: a fill that never returns can keep neither the
+    process nor the session alive.
+    """
+
+    def __init__(self, fill: Callable[[], None]) -> None:
+        self._tasks: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        arguments = (fill, self._tasks, self._done)
+        threading.Thread(target=self._run, args=arguments, name="gkv-fill", daemon=True).start()
+
+    def start(self) -> None:
+        self._tasks.put(True)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the last started fill is done by then."""
+        try:
+            self._done.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._tasks.put(False)
+
+    @staticmethod
+    def _run(
+        fill: Callable[[], None],
+        tasks: "queue.SimpleQueue[bool]",
+        done: "queue.SimpleQueue[None]",
+    ) -> None:
+        while tasks.get():
+            fill()
+            done.put(None)
+
+
 class Session:
     """The host side of a batch: who sits in which slot, and what the next step needs.
 
-    Threads: the engine's thread calls ``admit``, ``inputs`` and ``release`` between loop runs; the
+    Threads: the engine's thread calls ``admit``, ``inputs`` and ``fail_all`` between loop runs; the
     runtime's threads call ``submit`` and ``collect`` during one, never both at once; the worker fills
     masks between a ``submit`` and its ``collect``. So nothing here needs a lock.
     """
@@ -59,21 +98,30 @@ class Session:
         slots: int,
         vocab_size: int,
         *,
+        max_tokens: int | None = None,
         watchdog_s: float = 60.0,
         wants_pause: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``wants_pause`` is asked after each step whether the engine has something to do."""
+        """A session without requests.
+
+        Args:
+          spec: the cache's. slots: B. vocab_size: V.
+          max_tokens: text length at which a request ends with ``length``; None if there is none.
+          watchdog_s: longest wait for a step's masks.
+          wants_pause: asked after each step whether the engine has something to do.
+        """
         self.handle = next(_handles)
         self.broken = False
-        """A fill never came back: the session must be replaced, its thread may still hold matchers."""
-        self._spec, self._watchdog_s, self._wants_pause = spec, watchdog_s, wants_pause
+        """A fill did not come back: the session must be replaced, its thread still holds matchers."""
+        self._spec, self._max_tokens = spec, max_tokens
+        self._watchdog_s, self._wants_pause = watchdog_s, wants_pause
         self._rows: list[_Row | None] = [None] * slots
-        self._batch = GuidedBatch(slots, spec.max_drafts, vocab_size)
-        words = -(-vocab_size // 32)
-        self._masks = np.full((slots, spec.queries, words), -1, np.int32)
-        self._enabled = np.zeros((slots, spec.queries), np.int32)
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, "gkv-fill")
-        self._filling: concurrent.futures.Future[None] | None = None
+        self._batch = batch = GuidedBatch(slots, spec.max_drafts, vocab_size)
+        self._masks = masks = np.full(batch.mask_shape, -1, np.int32)
+        self._enabled = enabled = np.zeros(batch.mask_shape[:2], np.int32)
+        self._worker = _FillWorker(lambda: batch.fill(masks, enabled))
+        self.close = weakref.finalize(self, self._worker.close)
+        """Let the worker thread end; whoever forgets to call it does so by dropping the session."""
         _sessions[self.handle] = self
 
     # Between loop runs ------------------------------------------------------------------------
@@ -89,13 +137,21 @@ class Session:
         return any(row is not None for row in self._rows)
 
     def admit(self, slot: int, request: Request) -> None:
-        """Seat a request whose prompt, but for the last token, is in the cache's row ``slot``."""
+        """Seat a request whose prompt, but for the last token, is in the cache's row ``slot``.
+
+        Raises:
+          Exception: whatever its grammar or draft source raises; the slot stays free.
+        """
         grammar = request.grammar
         matcher = grammar.matcher(stop_token_ids=request.stop_token_ids) if grammar else None
-        self._batch.admit(slot, matcher)
         row = _Row(request, position=len(request.prompt) - 1, tokens=[request.prompt[-1]])
+        self._batch.admit(slot, matcher)
+        try:
+            self._propose(slot, row)
+        except BaseException:
+            self._batch.release(slot)
+            raise
         self._rows[slot] = row
-        self._propose(slot, row)
 
     def inputs(self) -> np.ndarray:
         """Inputs of the next step (the format that ``submit`` returns), and start filling for it."""
@@ -110,10 +166,6 @@ class Session:
         for slot, row in enumerate(self._rows):
             if row is not None:
                 self._finish(slot, row, error=error)
-
-    def close(self) -> None:
-        """Let the worker thread end."""
-        self._worker.shutdown(wait=False)
 
     # During a loop run ------------------------------------------------------------------------
 
@@ -131,8 +183,8 @@ class Session:
             if row is not None:
                 try:
                     self._advance(slot, row, sampled[slot, : sampled[slot, -1]].tolist())
-                except Exception as error:  # one row's trouble is that row's alone
-                    self._finish(slot, row, error=error)
+                except BaseException as error:  # one row's trouble (even a panic) is its alone
+                    self._finish(slot, row, error=_as_exception(error))
         return self._answer(go=self.any_active and not self._wants_pause())
 
     def collect(self) -> np.ndarray:
@@ -140,24 +192,20 @@ class Session:
 
         Never raises.
         """
-        try:
-            if self._filling is not None:
-                self._filling.result(timeout=self._watchdog_s)
-        except Exception as error:
-            if isinstance(error, concurrent.futures.TimeoutError):
-                error = GrammarTimeout(
-                    f"the grammar's masks were not ready after {self._watchdog_s:g} s"
-                )
+        enabled = self._enabled
+        if not self._worker.wait(self._watchdog_s):
             self.broken = True
+            error = GrammarTimeout(
+                f"the grammar's masks were not ready after {self._watchdog_s:g} s"
+            )
             for slot, row in enumerate(self._rows):
                 if row is not None:
                     # Not through the batch: the stuck thread may still be at work in it.
                     row.request.finish("error", error)
                     self._rows[slot] = None
-            # The buffers too may still be written; the step's tokens go nowhere.
-            self._masks, self._enabled = self._masks.copy(), np.zeros_like(self._enabled)
+            enabled = np.zeros_like(enabled)  # whatever is sampled goes nowhere
         # One array for one transfer; and a copy, which the next fill cannot change under the reader.
-        return np.concatenate([self._masks, self._enabled[:, :, None]], axis=2)
+        return np.concatenate([self._masks, enabled[:, :, None]], axis=2)
 
     # Helpers ------------------------------------------------------------------------------------
 
@@ -170,17 +218,19 @@ class Session:
         if request.cancelled:
             raise RequestCancelled("the request was cancelled")
         emitted, reason = self._cut(request, sampled)
+        # Text first: a stop text ends the output before whatever was verified behind it.
+        texts = request.read([t for t in emitted if t not in request.stop_token_ids])
+        if request.text_stream.stopped:
+            emitted, reason = emitted[: len(texts)], "stop"
         accepted = self._batch.advance(slot, emitted)
         request.fill_seconds = self._batch.counters(slot).fill_seconds
+        counted = [t for t in emitted[:accepted] if t not in request.stop_token_ids]
+        request.emit(counted, texts[: len(counted)])
         failure = self._batch.failure(slot)
-        request.emit([t for t in emitted[:accepted] if t not in request.stop_token_ids])
         if failure is not None:
             raise failure
         row.position += len(emitted)
-        if request.text_stream.stopped:
-            reason = "stop"
-        limit = self._spec.max_tokens
-        if reason is None and limit is not None and row.position >= limit:
+        if reason is None and self._max_tokens is not None and row.position >= self._max_tokens:
             reason = "length"
         if reason is not None:
             self._finish(slot, row, reason)
@@ -189,30 +239,34 @@ class Session:
         self._propose(slot, row)
 
     @staticmethod
-    def _cut(request: Request, sampled: list[int]) -> tuple[list[int], str | None]:
+    def _cut(request: Request, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the request's end, and the reason if that is where they end."""
         room = request.sampling.max_tokens - len(request.tokens)
         for index, token in enumerate(sampled):
             if token in request.stop_token_ids:
                 return sampled[: index + 1], "stop"
-            if index + 1 == room:
+            if index + 1 >= room:
                 return sampled[: index + 1], "length"
         return sampled, None
 
     def _propose(self, slot: int, row: _Row) -> None:
         room = self._spec.max_drafts
-        if self._spec.max_tokens is not None:
-            room = min(room, self._spec.max_tokens - 1 - row.position)
+        if self._max_tokens is not None:
+            room = min(room, self._max_tokens - 1 - row.position)
         source = row.request.drafts
         drafts = list(source.propose(row.request.tokens, room)[:room]) if source and room else []
         row.tokens = row.tokens[:1] + self._batch.propose(slot, drafts)
 
     def _finish(
-        self, slot: int, row: _Row, reason: str | None = None, error: Exception | None = None
+        self,
+        slot: int,
+        row: _Row,
+        reason: FinishReason = "error",
+        error: Exception | None = None,
     ) -> None:
-        row.request.finish("error" if reason is None else reason, error)  # type: ignore[arg-type]
-        self._batch.release(slot)
         self._rows[slot] = None
+        self._batch.release(slot)
+        row.request.finish(reason, error)
 
     def _answer(self, *, go: bool) -> np.ndarray:
         n = self._spec.queries
@@ -224,8 +278,12 @@ class Session:
                 answer[slot, n + 1] = 1
         answer[:, n + 2] = go
         if go:
-            self._filling = self._worker.submit(self._batch.fill, self._masks, self._enabled)
+            self._worker.start()
         return answer
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
 def submit(handle: jax.Array, sampled: jax.Array) -> jax.Array:

@@ -5,23 +5,24 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gkv_jax.bridge import Session
-from gkv_jax.cache import CacheSpec, init_cache, reset_row
+from gkv_jax.cache import Cache, CacheSpec, cache_dtype, init_cache, reset_row
 from gkv_jax.decode import device_loop, host_loop, prefill_chunk, prefill_snapkv
 from gkv_jax.drafts import DraftSource
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.request import Piece, Request, RequestCancelled, Result
+from gkv_jax.request import Request, RequestCancelled, Result, Stream
 from gkv_jax.sampling import Sampling, SamplingRows
 from gkv_jax.text import TextStream
 from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
+from grammar_host.backends import resolve_backend_name
 from grammar_host.backends.base import Backend
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -72,28 +73,30 @@ class Engine:
             raise UserError(f"slots is {slots}; it must be at least 1")
         if loop not in ("device", "host"):
             raise UserError(f"loop is {loop!r}; choose 'device' or 'host'")
+        if isinstance(backend, str):
+            try:
+                resolve_backend_name(backend)
+            except ValueError as error:
+                raise UserError(f"backend: {error}") from error
         self.model, self.tokenizer = model, tokenizer
         self.spec = cache or CacheSpec()
+        self._check_spec()
         self.slots, self.loop = slots, loop
-        self._params, self._watchdog_s = params, watchdog_s
-        eos = tokenizer.eos_token_id
-        self._stop_token_ids = frozenset(stop_token_ids) | ({eos} if eos is not None else set())
-        self._backend = backend
-        self._dtype = next(
-            leaf.dtype
-            for leaf in jax.tree.leaves(params)
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-        )
-        self._cache = init_cache(self.spec, model, slots, self._dtype)
+        self._params, self._watchdog_s, self._backend = params, watchdog_s, backend
+        stops = {*stop_token_ids, tokenizer.eos_token_id} - {None}
+        self._stop_token_ids = frozenset(t for t in stops if 0 <= t < model.vocab_size)
+        self._cache = self._new_cache()
+        self._cache_bytes = self._cache.nbytes
+        self._inbox = _Inbox()
         self._session = self._new_session()
         self._sampling = SamplingRows.greedy(slots)
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._seated: list[Request] = []
-        self._wake = threading.Event()
-        self._closed = False
-        self._reload = False
-        self._thread = threading.Thread(target=self._serve, name="gkv-engine", daemon=True)
+        # The thread holds the engine only while there is work, so that an engine nobody uses any
+        # more is freed with its weights; the finaliser also runs when the interpreter ends.
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), self._inbox), name="gkv-engine", daemon=True
+        )
         self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._inbox, self._thread)
 
     @classmethod
     def from_pretrained(
@@ -121,15 +124,17 @@ class Engine:
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         loaded = load_model(name, dtype=dtype)
-        model = Llama(loaded.config)
+        model, tokenizer = Llama(loaded.config), loaded.tokenizer
+        params = model.from_checkpoint(loaded.params)
+        del loaded  # the checkpoint's layout is not needed beside the cache
         return cls(
             model,
-            model.from_checkpoint(loaded.params),
-            loaded.tokenizer,
+            params,
+            tokenizer,
             cache=cache,
             slots=slots,
             loop=loop,
-            stop_token_ids=loaded.config.eos_token_ids,
+            stop_token_ids=model.config.eos_token_ids,
             backend=backend,
             watchdog_s=watchdog_s,
         )
@@ -140,13 +145,19 @@ class Engine:
 
         Raises:
           GrammarError: the tokenizer cannot be used for guided decoding.
+          UserError: the environment asks for an impossible cache limit.
         """
         info = TokenizerInfo.from_transformers(
             self.tokenizer,
             vocab_size=self.model.vocab_size,
             stop_token_ids=sorted(self._stop_token_ids),
         )
-        return GrammarCompiler(info, backend=self._backend)
+        try:
+            return GrammarCompiler(info, backend=self._backend)
+        except GrammarError:
+            raise
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -190,10 +201,8 @@ class Engine:
         guide: Guide | None = None,
         sampling: Sampling | None = None,
         drafts: DraftSource | None = None,
-    ) -> Iterator[Piece]:
-        """The answer to one prompt, piece by piece.
-
-        Leaving the iterator early cancels the request.
+    ) -> Stream:
+        """The answer to one prompt, piece by piece. Dropping the iterator cancels the request.
 
         Raises:
           UserError or GrammarError: the request cannot be served (raised by the call itself).
@@ -201,7 +210,7 @@ class Engine:
         """
         request = self.prepare(prompt, guide, sampling, drafts)
         self.submit(request)
-        return _pieces(request)
+        return Stream(request)
 
     def warm_up(self, prompt_tokens: int | None = None) -> None:
         """Compile what requests will need, so that none of them waits for it.
@@ -238,6 +247,9 @@ class Engine:
           GrammarError: the guide is invalid, unserved or allows nothing.
         """
         sampling = sampling or Sampling()
+        for name, value, kind in (("guide", guide, Guide), ("sampling", sampling, Sampling)):
+            if value is not None and not isinstance(value, kind):
+                raise UserError(f"{name} is {value!r}; give a {kind.__name__}")
         tokens = self._encode(prompt)
         self._check_length(len(tokens))
         return Request(
@@ -247,7 +259,7 @@ class Engine:
             text_stream=TextStream(self.tokenizer, sampling.stop_texts),
             grammar=self._compile(guide),
             drafts=drafts,
-            cache_bytes=self._cache.nbytes,
+            cache_bytes=self._cache_bytes,
         )
 
     def submit(self, request: Request) -> None:
@@ -255,12 +267,12 @@ class Engine:
 
         Raises:
           EngineClosedError: after ``close``.
+          UserError: the request was submitted before.
         """
-        if self._closed:
-            raise EngineClosedError("the engine is closed; make a new one")
-        request.started = time.perf_counter()
-        self._waiting.append(request)
-        self._wake.set()
+        if request.submitted:
+            raise UserError("request was submitted before; prepare a new one")
+        request.submitted = time.perf_counter()
+        self._inbox.put(request)
 
     # Weights and lifetime -----------------------------------------------------------------------
 
@@ -280,14 +292,11 @@ class Engine:
                 "make a new Engine for a different model"
             )
         self._params = params
-        self._reload = True
+        self._inbox.reload = True
 
     def close(self) -> None:
-        """Cancel what is running and end the engine thread."""
-        self._closed = True
-        self._wake.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """End what is running with ``EngineClosedError`` and wait for the engine thread's end."""
+        self._finalizer()
 
     def __enter__(self) -> "Engine":
         return self
@@ -298,12 +307,17 @@ class Engine:
     # Before a slot is taken -----------------------------------------------------------------------
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, Sequence):
+            raise UserError(f"prompt is {prompt!r}; give a string or a list of messages")
+        if not prompt:
+            raise UserError("prompt is empty; give at least one character or message")
         if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt)
+            # Not verbose: a text longer than the trained length is no mistake here.
+            tokens = self.tokenizer.encode(prompt, verbose=False)
         else:
             tokens = self._encode_chat(prompt)
         if not tokens:
-            raise UserError("prompt is empty; give at least one character or message")
+            raise UserError("prompt has no tokens; give at least one character or message")
         if max(tokens) >= self.model.vocab_size:
             raise UserError(
                 f"prompt holds token {max(tokens)}, beyond the model's {self.model.vocab_size}; "
@@ -314,15 +328,17 @@ class Engine:
     def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         import jinja2
 
-        if not messages:
-            return []
         if not self.tokenizer.chat_template:
             raise UserError(
                 "prompt is a chat, but the tokenizer has no chat template; give a string"
             )
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                list(messages),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                tokenizer_kwargs={"verbose": False},
             )
         except (jinja2.TemplateError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -330,23 +346,38 @@ class Engine:
                 "'role' and 'content'"
             ) from error
 
+    def _check_spec(self) -> None:
+        spec, trained = self.spec, self.model.max_positions
+        if spec.policy != "full" and spec.prefix + spec.window > trained:
+            raise UserError(
+                f"cache holds {spec.prefix + spec.window} tokens, more than the {trained} positions "
+                "that the model was trained for; use a smaller window"
+            )
+
     def _check_length(self, length: int) -> None:
-        limit, way_out = self.spec.max_tokens, "a larger cache window or policy 'window'"
-        if self.spec.policy == "full" and limit is not None and length > limit:
-            raise PromptTooLongError(
-                f"prompt has {length} tokens, the cache holds {limit} under policy 'full'; "
-                f"shorten it, or use {way_out}"
+        trained = self.model.max_positions
+        problem = None
+        if self.spec.policy == "full":
+            if length > self._max_tokens:
+                problem = (
+                    f"policy 'full' has room for {self._max_tokens} (the cache holds "
+                    f"{self.spec.max_tokens}, the model was trained for {trained})"
+                )
+        elif self._selects(length - 1) and length > trained:
+            problem = (
+                "policy 'snapkv' reads it in one piece and the model was trained for "
+                f"{trained} positions"
             )
-        if self._selects(length - 1) and length > self.model.max_positions:
+        if problem:
             raise PromptTooLongError(
-                f"prompt has {length} tokens, policy 'snapkv' reads it in one piece and the model "
-                f"was trained for {self.model.max_positions}; shorten it, or use policy 'window'"
+                f"prompt has {length} tokens, but {problem}; shorten it, or use policy 'window'"
             )
-        if limit is not None and limit > self.model.max_positions < length:
-            raise PromptTooLongError(
-                f"prompt has {length} tokens, the model was trained for {self.model.max_positions} "
-                "under policy 'full'; shorten it, or use policy 'window'"
-            )
+
+    @property
+    def _max_tokens(self) -> float:
+        """Longest text of a request: bounded where nothing is evicted."""
+        limit = self.spec.max_tokens
+        return math.inf if limit is None else min(limit, self.model.max_positions)
 
     def _compile(self, guide: Guide | None) -> Grammar | None:
         return None if guide is None else self.compiler.compile(guide)
@@ -356,31 +387,28 @@ class Engine:
         request.finish("error", error)
         return request
 
-    # The engine thread ------------------------------------------------------------------------------
+    # The engine thread ----------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while not self._closed:
-            self._wake.wait()
-            self._wake.clear()
+    def _work(self) -> None:
+        """Serve until nothing is left to do."""
+        while not self._inbox.closing and (self._inbox.waiting or self._session.any_active):
             try:
-                while not self._closed and (self._waiting or self._session.any_active):
-                    self._admit_waiting()
+                self._admit_waiting()
+                if self._session.any_active:
                     self._run()
-            except (
-                Exception
-            ) as error:  # the device program failed: its cache is lost, the engine not
+            except Exception as error:
+                # The device program failed. What was running is lost, and the cache with it.
                 self._session.fail_all(error)
-                self._cache = init_cache(self.spec, self.model, self.slots, self._dtype)
-                self._wake.set()
-        closed = EngineClosedError("the engine was closed before the request was done")
-        self._session.fail_all(closed)
-        while self._waiting:
-            self._waiting.popleft().finish("error", closed)
-        self._session.close()
+                self._session.close()
+                del self._cache  # first, or there may be no room for the new one
+                self._session, self._cache = self._new_session(), self._new_cache()
+        if self._inbox.closing:
+            self._session.fail_all(_closed())
+            self._session.close()
 
     def _run(self) -> None:
         """Decode until the session wants something else."""
-        self._reload = False
+        self._inbox.reload = False
         session = self._session
         if self.loop == "host":
             self._cache = host_loop(
@@ -408,23 +436,27 @@ class Engine:
             self._session = self._new_session()
 
     def _admit_waiting(self) -> None:
+        waiting = self._inbox.waiting
+        for request in [r for r in list(waiting) if r.cancelled]:
+            waiting.remove(request)
+            request.finish("error", RequestCancelled("the request was cancelled"))
         for slot in self._session.free_slots:
-            if not self._waiting:
+            if not waiting:
                 return
-            request = self._waiting.popleft()
-            if request.cancelled:
-                request.finish("error", RequestCancelled("the request was cancelled"))
-                continue
+            request = waiting.popleft()
+            request.admitted = time.perf_counter()
             try:
-                self._prefill(slot, request.prompt[:-1])
+                self._prefill(slot, request)
                 self._sampling.set_row(slot, request.sampling)
                 self._session.admit(slot, request)
-            except Exception as error:
+            except Exception as error:  # of this request alone, unless it took the cache with it
                 request.finish("error", error)
-                raise
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+                    raise
 
-    def _prefill(self, slot: int, tokens: Sequence[int]) -> None:
+    def _prefill(self, slot: int, request: Request) -> None:
         """Read a prompt, all but its last token: that one is the first step's input."""
+        tokens = request.prompt[:-1]
         row = np.int32(slot)
         self._cache = reset_row(self._cache, row, spec=self.spec)
         if self._selects(len(tokens)):
@@ -441,6 +473,8 @@ class Engine:
             return
         size = self.spec.prefill_chunk
         for start in range(0, len(tokens), size):
+            if request.cancelled or self._inbox.closing:
+                raise RequestCancelled("the request was cancelled while its prompt was read")
             chunk = tokens[start : start + size]
             padded = _pad(chunk, min(_bucket(len(chunk)), size))
             _, self._cache = prefill_chunk(
@@ -458,35 +492,93 @@ class Engine:
         """Whether SnapKV has anything to drop: some token is neither sink nor in the window."""
         return self.spec.policy == "snapkv" and length > self.spec.sinks + self.spec.window - 1
 
+    def _new_cache(self) -> Cache:
+        return init_cache(self.spec, self.model, self.slots, cache_dtype(self._params))
+
     def _new_session(self) -> Session:
-        return Session(
+        inbox, limit = self._inbox, self._max_tokens
+        session = Session(
             self.spec,
             self.slots,
             self.model.vocab_size,
+            max_tokens=None if math.isinf(limit) else int(limit),
             watchdog_s=self._watchdog_s,
-            wants_pause=self._wants_pause,
+            wants_pause=lambda: inbox.wants_attention(bool(session.free_slots)),
         )
-
-    def _wants_pause(self) -> bool:
-        return self._closed or self._reload or bool(self._waiting and self._session.free_slots)
+        return session
 
 
-def _pieces(request: Request) -> Iterator[Piece]:
+class _Inbox:
+    """What other threads leave for the engine thread. The loop's callbacks look at it, lock-free."""
+
+    def __init__(self) -> None:
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.closing = False
+        self.reload = False
+        self.wake = threading.Event()
+        self._open = True
+        self._lock = threading.Lock()  # between put and drain only, never held during a wait
+
+    def put(self, request: Request) -> None:
+        with self._lock:
+            if not self._open:
+                raise _closed()
+            self.waiting.append(request)
+        self.wake.set()
+
+    def drain(self, error: Exception) -> None:
+        """Take no more requests, and end those that wait."""
+        with self._lock:
+            self._open = False
+        while self.waiting:
+            self.waiting.popleft().finish("error", error)
+
+    def wants_attention(self, slot_is_free: bool) -> bool:
+        """Whether the loop should pause for the engine thread."""
+        if self.closing or self.reload:
+            return True
+        # A copy: other threads append while this one looks.
+        return bool(self.waiting) and (slot_is_free or any(r.cancelled for r in list(self.waiting)))
+
+
+def _serve(engine_ref: "weakref.ref[Engine]", inbox: _Inbox) -> None:
+    """The engine thread. Whatever ends it, no request is left waiting."""
+    error: Exception = _closed()
     try:
-        yield from request.pieces()
+        while not inbox.closing:
+            inbox.wake.wait()
+            inbox.wake.clear()
+            engine = engine_ref()
+            if engine is None:
+                return
+            engine._work()
+            del engine
+    except Exception as failure:
+        error = failure
     finally:
-        request.cancel()
-    if request.error is not None:
-        raise request.error
+        inbox.drain(error)
+
+
+def _stop(inbox: _Inbox, thread: threading.Thread) -> None:
+    inbox.closing = True
+    inbox.wake.set()
+    if threading.current_thread() is not thread:
+        thread.join()
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine was closed; make a new one")
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompts is {prompts!r}; give a string, messages, or a list of those")
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     return cast(list[Prompt], [prompts] if is_one else list(prompts))
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * count
     if len(value) != count:
         raise UserError(f"{name} has {len(value)} entries for {count} prompts; give one or {count}")

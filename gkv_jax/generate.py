@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.exceptions import TyperException
 
 from gkv_jax.errors import UserError
 
@@ -126,7 +127,12 @@ def _guide(**options: Any) -> "Guide | None":
     """The one constraint asked for; file options are read here."""
     from grammar_host import Guide
 
-    given = {name: value for name, value in options.items() if value}
+    absent: tuple[Any, ...] = (
+        None,
+        False,
+        [],
+    )  # not "": an empty constraint is a mistake, not none
+    given = {name: value for name, value in options.items() if value not in absent}
     if len(given) > 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"{names} exclude each other; give one constraint")
@@ -173,16 +179,26 @@ def _report(request: "Request") -> None:
     print(line, file=sys.stderr)
 
 
-def main() -> None:
-    """Run the command; whatever cannot be served is one line on standard error and exit code 2."""
+def main() -> int:
+    """Run the command; the exit code. What cannot be served is one line on standard error."""
     from grammar_host import GrammarError
 
+    command = typer.main.get_command(app)
     try:
-        app()
+        command.main(prog_name="python -m gkv_jax.generate", standalone_mode=False)
+    except TyperException as error:
+        return _fail(2, f"{error.format_message()} See --help.")
     except (UserError, GrammarError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return _fail(2, str(error))
+    except (RuntimeError, OSError) as error:  # on the way: the device, the watchdog, the disk
+        return _fail(1, f"{type(error).__name__}: {error}")
+    return 0
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

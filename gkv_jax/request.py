@@ -37,7 +37,8 @@ class Result:
       finish_reason: ``stop`` (stop token or text), ``length`` (max_tokens or a full cache) or
         ``error``.
       error: why, where ``finish_reason`` is ``error``; what was generated before it is kept.
-      stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``seconds``, ``tokens_per_second``,
+      stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``queue_seconds`` (waiting for a slot),
+        ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
         ``drafts_proposed``, ``drafts_accepted``, ``grammar_us_per_token`` (host time to fill masks),
         ``compile_ms`` (grammar), ``cache_bytes`` (of the whole batch) and ``backend``.
     """
@@ -72,7 +73,8 @@ class Request:
     drafts_accepted: int = 0
     fill_seconds: float = 0.0
     cache_bytes: int = 0
-    started: float = 0.0
+    submitted: float = 0.0
+    admitted: float = 0.0
     ended: float = 0.0
     cancelled: bool = False
     _pieces: "queue.SimpleQueue[Piece | None]" = dataclasses.field(
@@ -80,20 +82,32 @@ class Request:
     )
     _done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def emit(self, tokens: list[int]) -> None:
-        """Add generated tokens (no stop token among them) and stream out the text they complete."""
+    def read(self, tokens: list[int]) -> list[str]:
+        """Text that becomes final with each token, no further than the token of a stop text."""
+        texts = []
+        for token in tokens:
+            texts.append(self.text_stream.push(token))
+            if self.text_stream.stopped:
+                break
+        return texts
+
+    def emit(self, tokens: list[int], texts: list[str]) -> None:
+        """Add generated tokens (no stop token among them) and stream out their text."""
         self.tokens += tokens
-        self._stream(self.text_stream.push(tokens), tuple(tokens))
+        self._stream("".join(texts), tuple(tokens))
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End the request; the first call counts."""
         if self.finish_reason is not None:
             return
-        if not self.text_stream.stopped:
-            self._stream(self.text_stream.flush(), ())
         self.finish_reason, self.error, self.ended = reason, error, time.perf_counter()
-        self._done.set()
-        self._put(None)
+        try:
+            # After an error the stream may hold text of tokens that do not count.
+            if error is None:
+                self._stream(self.text_stream.flush(), ())
+        finally:
+            self._done.set()
+            self._put(None)
 
     def cancel(self) -> None:
         """Ask the loop to give up this request; its slot is free a step or two later."""
@@ -125,16 +139,21 @@ class Request:
     def _put(self, piece: Piece | None) -> None:
         if self.sink is None:
             self._pieces.put(piece)
-        else:
+            return
+        try:
             self.sink(piece)
+        except Exception:  # a reader that fails is one that has left
+            self.cancel()
 
     def _stats(self) -> dict[str, Any]:
-        seconds = self.ended - self.started if self.started else 0.0
+        began = self.admitted or self.ended
+        seconds = self.ended - began
         count = len(self.tokens)
         return {
             "prompt_tokens": len(self.prompt),
             "tokens": count,
             "forwards": self.forwards,
+            "queue_seconds": began - self.submitted if self.submitted else 0.0,
             "seconds": seconds,
             "tokens_per_second": count / seconds if seconds > 0 else 0.0,
             "drafts_proposed": self.drafts_proposed,
@@ -144,3 +163,29 @@ class Request:
             "cache_bytes": self.cache_bytes,
             "backend": self.grammar.backend if self.grammar else None,
         }
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of a request as they come; at the end it raises what ended the request, if anything.
+
+    Dropping it, begun or not, cancels what has not come yet.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """``request`` is submitted, or about to be."""
+        self._request, self._pieces, self._raised = request, request.pieces(), False
+
+    def __next__(self) -> Piece:
+        for piece in self._pieces:
+            return piece
+        if self._request.error is not None and not self._raised:
+            self._raised = True
+            raise self._request.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Give up the rest."""
+        self._request.cancel()
+
+    def __del__(self) -> None:
+        self.close()

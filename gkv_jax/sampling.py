@@ -19,6 +19,9 @@ import numpy as np
 
 from gkv_jax.errors import UserError
 
+MAX_TEMPERATURE = 1000.0
+"""Beyond it all tokens are equally likely to float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -26,7 +29,7 @@ class Sampling:
 
     Attributes:
       max_tokens: most tokens to generate.
-      temperature: 0 is greedy.
+      temperature: 0 is greedy; at most ``MAX_TEMPERATURE``.
       top_k: keep the k most likely tokens (ties with the k-th too); 0 keeps all.
       top_p: keep the smallest set of most likely tokens with this much probability (arXiv
         1904.09751); 1 keeps all.
@@ -50,7 +53,7 @@ class Sampling:
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _check_number("temperature", self.temperature, math.inf)
+        _check_number("temperature", self.temperature, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 1.0)
         _check_number("min_p", self.min_p, 1.0)
         if self.top_p == 0.0:
@@ -69,9 +72,8 @@ class Sampling:
 def _check_number(name: str, value: object, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise UserError(f"sampling.{name} is {value!r}; it must be a number")
-    if not 0.0 <= value <= high or math.isinf(value):
-        upper = "" if math.isinf(high) else f" and <= {high:g}"
-        raise UserError(f"sampling.{name} is {value!r}; it must be finite, >= 0{upper}")
+    if not 0.0 <= value <= high:
+        raise UserError(f"sampling.{name} is {value!r}; it must be from 0 to {high:g}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -113,8 +115,9 @@ class SamplingRows:
         """Write one request's parameters into host arrays, in place."""
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self, name)[row] = getattr(sampling, name)
-        # All 64 bits of the seed count.
-        self.seed[row] = (sampling.seed ^ (sampling.seed >> 32)) & 0xFFFFFFFF
+        # A hash of all 64 bits, so that seeds that differ anywhere differ here.
+        mixed = np.random.SeedSequence(sampling.seed % 2**64).generate_state(1, np.uint32)
+        self.seed[row] = mixed[0]
 
 
 def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
@@ -140,7 +143,9 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.A
             lambda: jnp.zeros((*logits.shape[:-1], 1), jnp.uint32),
         )
         noisy = scaled + _gumbel(rows.seed, positions, logits.shape[-1])
-        noisy = jnp.where(_ordered(scaled) >= least, noisy, -jnp.inf)
+        # Masked tokens are out, whatever the noise and however high the temperature.
+        legal = logits > jnp.finfo(logits.dtype).min
+        noisy = jnp.where(legal & (_ordered(scaled) >= least), noisy, -jnp.inf)
         drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
         return jnp.where(temperature[..., 0] > 0, drawn, greedy)
 
@@ -197,7 +202,8 @@ def _gumbel(seed: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
     row = _mix(_mix(seed[:, None]) ^ (positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
     token = jnp.arange(vocab, dtype=jnp.uint32) * jnp.uint32(0x85EBCA6B)
     bits = _mix(row[:, :, None] ^ token[None, None, :])
-    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2**-24)  # never 0 or 1
+    # 23 bits and a half: the most that float32 holds without rounding up to 1, where noise is inf.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
     return -jnp.log(-jnp.log(uniform))
 
 

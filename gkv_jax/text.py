@@ -19,14 +19,31 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = ""
+        self._undecoded: list[int] = []
         self.stopped = False
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Text that is final after these tokens; ``stopped`` says that a stop text was met."""
+    def push(self, token: int) -> str:
+        """Text that is final after this token; ``stopped`` says that a stop text was met."""
         if self.stopped:
             return ""
-        pieces = (self._decoder.step(self._tokenizer, token) for token in tokens)
-        self._held += "".join(piece for piece in pieces if piece)
+        piece = self._decoder.step(self._tokenizer, token)
+        # None is an unfinished character; its tokens are kept for the case that it never ends.
+        self._undecoded = [] if piece is not None else [*self._undecoded, token]
+        return self._release(piece or "")
+
+    def flush(self) -> str:
+        """What was held back, once nothing more will come."""
+        if self.stopped:
+            return ""
+        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        self._undecoded = []
+        text = self._release(rest)
+        text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, piece: str) -> str:
+        """Add decoded text and take out what cannot become part of a stop text any more."""
+        self._held += piece
         found = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
         if found:
             self.stopped = True
@@ -34,11 +51,6 @@ class TextStream:
             return text
         safe = len(self._held) - self._overlap()
         text, self._held = self._held[:safe], self._held[safe:]
-        return text
-
-    def flush(self) -> str:
-        """What was held back, once nothing more will come."""
-        text, self._held = self._held, ""
         return text
 
     def _overlap(self) -> int:

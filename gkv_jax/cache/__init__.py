@@ -1,7 +1,7 @@
 """Bounded KV caches: ``sink | kept | ring``, updated in place, of constant size."""
 
 from gkv_jax.cache.chunk import ChunkAttend
-from gkv_jax.cache.segments import Cache, LayerCache, init_cache, reset_row
+from gkv_jax.cache.segments import Cache, LayerCache, cache_dtype, init_cache, reset_row
 from gkv_jax.cache.snapkv import SnapKVAttend
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.cache.step import StepAttend
@@ -13,6 +13,7 @@ __all__ = [
     "LayerCache",
     "SnapKVAttend",
     "StepAttend",
+    "cache_dtype",
     "init_cache",
     "reset_row",
 ]

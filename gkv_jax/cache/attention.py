@@ -20,8 +20,8 @@ def attention(
     Args:
       queries: one or two rotations of the same queries, each ``[B,N,Hq,D]``: at their true positions
         and, if there is a second, at their ranks for the keys of the prefix.
-      k: rotated keys ``[B,C,Hk,D]``; query head h reads key head ``h // (Hq / Hk)``.
-      v: values ``[B,C,Hk,D]``, finite even where masked.
+      k: rotated keys ``[B,Hk,C,D]``; query head h reads key head ``h // (Hq / Hk)``.
+      v: values ``[B,Hk,C,D]``, finite even where masked.
       visible: bool ``[B,N,C]``.
       in_prefix: bool ``[C]``: the keys that the second rotation is for.
 
@@ -31,11 +31,11 @@ def attention(
     batch, n, heads, dim = queries[0].shape
     dtype = queries[0].dtype
     k, v = k.astype(dtype), v.astype(dtype)  # the cache may store another one
-    groups = heads // k.shape[2]
+    groups = heads // k.shape[1]
     # Both rotations meet all keys in one product (K is read once), then each slot picks its own:
     # slicing K into segments would copy it.
     stacked = jnp.concatenate([q.reshape(batch, n, -1, groups, dim) for q in queries], axis=3)
-    logits = jnp.einsum("bnhgd,bchd->bhngc", stacked, k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bnhgd,bhcd->bhngc", stacked, k, preferred_element_type=jnp.float32)
     if len(queries) == 2:
         at_text, at_rank = logits[..., :groups, :], logits[..., groups:, :]
         logits = jnp.where(in_prefix[None, None, None, None, :], at_rank, at_text)
@@ -45,7 +45,7 @@ def attention(
     weights = jnp.where(mask, weights, 0.0)
     total = weights.sum(axis=-1)
     out = jnp.einsum(
-        "bhngc,bchd->bhngd", weights.astype(dtype), v, preferred_element_type=jnp.float32
+        "bhngc,bhcd->bhngd", weights.astype(dtype), v, preferred_element_type=jnp.float32
     )
     out = out / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(batch, n, heads, dim).astype(dtype)

@@ -69,8 +69,8 @@ class ChunkAttend:
         )
         return attention(
             self._rotation.queries(q),
-            jnp.concatenate([before.k[self._row][None], k], axis=1),
-            jnp.concatenate([before.v[self._row][None], v], axis=1),
+            jnp.concatenate([before.k[self._row][None], k.swapaxes(1, 2)], axis=2),
+            jnp.concatenate([before.v[self._row][None], v.swapaxes(1, 2)], axis=2),
             self._visible,
             self._in_prefix,
         )

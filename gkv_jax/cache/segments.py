@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from gkv_jax.cache.spec import CacheSpec
-from gkv_jax.models.protocol import Decoder
+from gkv_jax.models.protocol import Decoder, Params
 
 EMPTY = -1
 """``slot_pos`` of a slot that holds nothing."""
@@ -39,9 +39,8 @@ class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-      k: rotated keys ``[B,C,Hk,D]``: a token's heads lie together, because XLA updates this
-        layout in place on every platform; with heads before slots it copies the cache.
-      v: values ``[B,C,Hk,D]``.
+      k: rotated keys ``[B,Hk,C,D]``.
+      v: values ``[B,Hk,C,D]``.
       kept_pos: true positions of the kept tokens, int32 ``[B,Hk,kept]``, ``EMPTY`` where unused;
         None when the spec keeps none. Heads differ, and nothing but reports reads it.
     """
@@ -79,9 +78,15 @@ class Cache:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
+def cache_dtype(params: Params) -> jnp.dtype:
+    """The dtype of a cache that fits these parameters: that of the first floating-point one."""
+    leaves = jax.tree.leaves(params)
+    return next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
 def init_cache(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) -> Cache:
     """An empty cache for ``batch`` rows of ``model``, keys and values in ``dtype``."""
-    shape = (batch, spec.capacity, model.num_kv_heads, model.head_dim)
+    shape = (batch, model.num_kv_heads, spec.capacity, model.head_dim)
 
     def layer() -> LayerCache:
         kept = (batch, model.num_kv_heads, spec.kept)
@@ -118,12 +123,21 @@ def slots_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
 
 
 def write(buffer: jax.Array, rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """Write ``values [B,N,Hk,D]`` to ``slots [B,N]`` of ``buffer [B,C,Hk,D]``, in place where donated.
+    """Write ``values [B,N,Hk,D]`` to ``slots [B,N]`` of ``buffer [B,Hk,C,D]``, in place where donated.
 
     Slots outside the buffer are dropped; ``dynamic_update_slice`` would clamp them to the edge and
     overwrite another token.
     """
-    return buffer.at[rows, slots].set(values.astype(buffer.dtype), mode="drop")
+    # One index for every head. With a slice over the heads XLA:TPU prefers another layout for the
+    # buffer and converts it (seen in the compiled program of a batch of one).
+    heads = jnp.arange(buffer.shape[1])[None, None, :]
+    slots = slots[:, :, None]
+    if values.size == buffer.shape[3]:
+        # A scatter of a single index becomes a dynamic-update-slice that reads what it replaces,
+        # and XLA:CPU copies the whole buffer for it. A second, dropped index keeps it a scatter.
+        slots = jnp.concatenate([slots, jnp.full_like(slots, buffer.shape[2])], axis=1)
+        values = jnp.concatenate([values, values], axis=1)
+    return buffer.at[rows[:, :, None], heads, slots].set(values.astype(buffer.dtype), mode="drop")
 
 
 def visible(spec: CacheSpec, slot_pos: jax.Array, positions: jax.Array) -> jax.Array:

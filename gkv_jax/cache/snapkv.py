@@ -100,8 +100,8 @@ class SnapKVAttend:
         ring = jnp.maximum(self._ring_positions(), 0)
 
         def fill(buffer: jax.Array, prompt: jax.Array, kept: jax.Array) -> jax.Array:
-            segments = [prompt[: spec.sinks], kept.swapaxes(0, 1), prompt[ring]]
-            return buffer.at[self._row].set(jnp.concatenate(segments, axis=0).astype(buffer.dtype))
+            segments = [prompt[: spec.sinks].swapaxes(0, 1), kept, prompt[ring].swapaxes(0, 1)]
+            return buffer.at[self._row].set(jnp.concatenate(segments, axis=1).astype(buffer.dtype))
 
         return dataclasses.replace(
             before,
@@ -145,13 +145,14 @@ def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention of rotated ``[1,L,H,D]``, a block of queries at a time."""
     padded = q.shape[1]
     block = min(_QUERY_BLOCK, padded)
+    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     positions = jnp.arange(padded)
     nowhere = jnp.zeros(padded, bool)
 
     def one(start: jax.Array) -> jax.Array:
         at = start + jnp.arange(block)
         mask = positions[None, :] <= at[:, None]
-        return attention((q[:, at],), k, v, mask[None], nowhere)
+        return attention((q[:, at],), keys, values, mask[None], nowhere)
 
     blocks = jax.lax.map(one, jnp.arange(0, padded, block))
     return blocks.reshape(q.shape)

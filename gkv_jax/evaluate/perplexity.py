@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from gkv_jax.cache import CacheSpec, init_cache
+from gkv_jax.cache import CacheSpec, cache_dtype, init_cache
 from gkv_jax.decode import prefill_chunk
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
@@ -52,10 +52,7 @@ def streaming_nll(
     text = np.asarray(tokens, np.int32)
     _check(text, model.vocab_size, spec, chunk)
     inputs, targets = text[:-1], text[1:]
-    dtype = next(
-        leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)
-    )
-    cache = init_cache(spec, model, 1, dtype)
+    cache = init_cache(spec, model, 1, cache_dtype(params))
     row = np.int32(0)
     parts = []
     for start in range(0, len(inputs), chunk):

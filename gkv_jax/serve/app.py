@@ -4,21 +4,26 @@ import contextlib
 import dataclasses
 import hashlib
 import math
+import os
+import platform
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import anyio.to_thread
 import fastapi
+import jax
+import jaxlib
 from fastapi import FastAPI
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gkv_jax
+from gkv_jax.cache import cache_dtype
 from gkv_jax.engine import Engine
 from gkv_jax.errors import PromptTooLongError, UserError
-from gkv_jax.request import Request
+from gkv_jax.request import Piece, Request
 from gkv_jax.serve import generation
 from gkv_jax.serve.errors import (
     ApiError,
@@ -41,7 +46,7 @@ class _Service:
       engine: does the work.
       model: what clients call the model.
       limits: how much one request may ask for.
-      fingerprint: OpenAI's ``system_fingerprint``: same fingerprint, request and seed, same answer.
+      fingerprint: OpenAI's ``system_fingerprint``, see ``_fingerprint``.
       created: Unix time of the start.
     """
 
@@ -63,8 +68,9 @@ class _Service:
         Raises:
           ApiError: the request cannot be served.
         """
+        sampling = asked.sampling(self.limits)
         try:
-            request = self.engine.prepare(asked.chat(), asked.guide(), asked.sampling(self.limits))
+            request = self.engine.prepare(asked.chat(), asked.guide(), sampling)
         except GuideError as error:
             name = asked.response_format.name if asked.response_format else None
             raise invalid_guide(error, name) from error
@@ -81,21 +87,49 @@ class _Service:
             raise ApiError(400, message, param="messages", code="context_length_exceeded")
         return request
 
-    async def events(self, request: Request, reply: Reply) -> AsyncIterator[dict[str, str]]:
-        """The server-sent events of one answer."""
+    def stream(self, request: Request, reply: Reply) -> "EventStream":
+        """Submit a prepared request; its answer as server-sent events.
+
+        Raises:
+          EngineClosedError: the engine is closed.
+        """
+        return EventStream(
+            request, _events(generation.submit(self.engine, request), request, reply)
+        )
+
+
+class EventStream(EventSourceResponse):
+    """Gives up its request if the client leaves, even before the first event was asked for."""
+
+    def __init__(self, request: Request, events: AsyncIterator[dict[str, str]]) -> None:
+        # Streams end because the engine does, with an error that says so; not before.
+        super().__init__(events, sep="\n", shutdown_grace_period=math.inf)
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            generation.leave(self._request)
+
+
+async def _events(
+    pieces: AsyncGenerator[Piece, None], request: Request, reply: Reply
+) -> AsyncGenerator[dict[str, str], None]:
+    """The server-sent events of one answer."""
+    async with contextlib.aclosing(pieces):
         yield {"data": reply.opening()}
-        async with contextlib.aclosing(generation.pieces(self.engine, request)) as stream:
-            async for piece in stream:
-                if piece.text:
-                    yield {"data": reply.text(piece.text)}
-        result = request.result()
-        if result.finish_reason == "error":
-            logger.error("%s failed", reply.id, exc_info=result.error)
-            yield {"data": failed_generation(result.error).json()}
-            return
-        for chunk in reply.closing(result):
-            yield {"data": chunk}
-        yield {"data": "[DONE]"}
+        async for piece in pieces:
+            if piece.text:
+                yield {"data": reply.text(piece.text)}
+    result = request.result()
+    if result.finish_reason == "error":
+        logger.error("%s failed", reply.id, exc_info=result.error)
+        yield {"data": failed_generation(result.error).json()}
+        return
+    for chunk in reply.closing(result):
+        yield {"data": chunk}
+    yield {"data": "[DONE]"}
 
 
 class _BodyLimit:
@@ -143,10 +177,7 @@ def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> F
         request = await anyio.to_thread.run_sync(service.prepare, asked)
         reply = Reply(model, service.fingerprint, include_usage=asked.include_usage)
         if asked.stream:
-            # Streams end because the engine does, with an error that says so; not before.
-            return EventSourceResponse(
-                service.events(request, reply), sep="\n", shutdown_grace_period=math.inf
-            )
+            return service.stream(request, reply)
         result = await generation.result(engine, request, http)
         if request.cancelled:
             raise ApiError(499, "the client closed the connection")
@@ -172,5 +203,14 @@ def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> F
 
 
 def _fingerprint(engine: Engine, model: str) -> str:
-    parts = (gkv_jax.__version__, model, engine.spec, engine.loop)
+    """Changes with whatever changes the compiled programs, whose rounding may decide a close call.
+
+    The weights are known by the model's name only.
+    """
+    device = jax.devices()[0]
+    software = (gkv_jax.__version__, jax.__version__, jaxlib.__version__)
+    options = (os.environ.get("XLA_FLAGS"), jax.config.values["jax_default_matmul_precision"])
+    machine = (device.platform, device.device_kind, platform.machine(), os.cpu_count())
+    setup = (model, str(cache_dtype(engine._params)), engine.spec, engine.slots, engine.loop)
+    parts = (software, options, machine, setup)
     return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]

@@ -79,7 +79,7 @@ def failed_generation(error: Exception | None) -> ApiError:
         message = f"{error}; try again with another seed, or loosen the schema"
         return ApiError(500, message, code="dead_end")
     if isinstance(error, EngineClosedError):
-        return ApiError(503, f"{error}; try again", code="shutting_down")
+        return ApiError(503, "the server is shutting down; try again", code="shutting_down")
     if isinstance(error, GrammarError | UserError):
         return ApiError(500, str(error), code="generation_failed")
     return _internal()
@@ -91,6 +91,10 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def _api(_: Request, error: ApiError) -> JSONResponse:
         return error.response()
+
+    @app.exception_handler(EngineClosedError)
+    async def _closed(_: Request, error: EngineClosedError) -> JSONResponse:
+        return failed_generation(error).response()
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -9,16 +9,18 @@ import fastapi
 from gkv_jax.engine import Engine
 from gkv_jax.request import Piece, Request, Result
 from gkv_jax.sampling import Sampling
+from gkv_jax.serve.settings import Limits
 from grammar_host import Guide
 
 
-async def pieces(engine: Engine, request: Request) -> AsyncGenerator[Piece, None]:
-    """Submit a prepared request; its output as it comes, until it ends for whatever reason.
+def submit(engine: Engine, request: Request) -> AsyncGenerator[Piece, None]:
+    """Submit a prepared request, now; its output as it comes, until it ends for whatever reason.
 
-    Leaving early, by ``aclose`` or by cancellation, cancels the request. Waiting takes no thread.
+    Leaving the generator early, by ``aclose`` or by cancellation, cancels the request. Waiting takes
+    no thread.
 
     Raises:
-      EngineClosedError: the engine is closed.
+      EngineClosedError: the engine is closed (raised by the call itself).
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
@@ -29,12 +31,23 @@ async def pieces(engine: Engine, request: Request) -> AsyncGenerator[Piece, None
 
     request.sink = sink
     engine.submit(request)
+    return _pieces(request, arrived)
+
+
+async def _pieces(
+    request: Request, arrived: "asyncio.Queue[Piece | None]"
+) -> AsyncGenerator[Piece, None]:
     try:
         while (piece := await arrived.get()) is not None:
             yield piece
     finally:
-        if request.finish_reason is None:
-            request.cancel()
+        leave(request)
+
+
+def leave(request: Request) -> None:
+    """Nobody waits for the rest of this request: cancel it, unless it has ended."""
+    if request.finish_reason is None:
+        request.cancel()
 
 
 async def result(engine: Engine, request: Request, http: fastapi.Request) -> Result:
@@ -51,7 +64,7 @@ async def result(engine: Engine, request: Request, http: fastapi.Request) -> Res
 
     watcher = asyncio.create_task(watch())
     try:
-        async with contextlib.aclosing(pieces(engine, request)) as stream:
+        async with contextlib.aclosing(submit(engine, request)) as stream:
             async for _ in stream:
                 pass
     finally:
@@ -59,13 +72,17 @@ async def result(engine: Engine, request: Request, http: fastapi.Request) -> Res
     return request.result()
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine, limits: Limits) -> None:
     """Compile the decode loop and prefill, and load the grammar engine, before clients come.
+
+    Policy ``snapkv`` reads a long prompt in one piece: each size up to the longest prompt that the
+    limits allow is a program of its own.
 
     Raises:
       Exception: whatever keeps this engine from serving.
     """
-    engine.warm_up()
+    longest = min(limits.prompt_tokens, engine.model.max_positions)
+    engine.warm_up(longest if engine.spec.policy == "snapkv" else None)
     (guided,) = engine.generate("Hello", guide=Guide.json(), sampling=Sampling(max_tokens=2))
     if guided.error is not None:
         raise guided.error

@@ -28,11 +28,16 @@ class _Server(uvicorn.Server):
         self._engine = engine
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        end = asyncio.get_running_loop().call_later(GRACE_S, self._engine.close)
+        end = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
         finally:
             end.cancel()
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(GRACE_S)
+        # It waits for the device, for seconds if a long prompt is being read.
+        await asyncio.to_thread(self._engine.close)
 
 
 def run(settings: Settings) -> None:
@@ -48,7 +53,7 @@ def run(settings: Settings) -> None:
         with Engine.from_pretrained(
             settings.model, cache=settings.cache, slots=settings.slots, loop=settings.loop
         ) as engine:
-            warm_up(engine)
+            warm_up(engine, settings.limits)
             try:
                 listener.listen()
             except OSError as error:  # somebody else was loading for the same port, and was faster

@@ -18,7 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gkv_jax.sampling import Sampling
+from gkv_jax.errors import UserError
+from gkv_jax.sampling import MAX_TEMPERATURE, Sampling
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.settings import Limits
 from gkv_jax.serve.unserved import UNSERVED_IN_MESSAGES, UNSERVED_IN_REQUESTS, Unserved
@@ -155,7 +156,9 @@ class ChatCompletionRequest(_Strict):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default 1")
+    temperature: float | None = Field(
+        None, ge=0, le=MAX_TEMPERATURE, description="0 is greedy; default 1"
+    )
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="0 keeps all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -188,17 +191,24 @@ class ChatCompletionRequest(_Strict):
         """How to sample, with OpenAI's defaults.
 
         Raises:
-          ApiError: more tokens than the server allows, or fields that contradict each other.
+          ApiError: more tokens than the server allows, a value that cannot be sampled with, or
+            fields that contradict each other.
         """
-        return Sampling(
-            max_tokens=self._completion_tokens(limits),
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
-            stop=tuple(self.stop or ()),
-        )
+        max_tokens = self._completion_tokens(limits)
+        try:
+            return Sampling(
+                max_tokens=max_tokens,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_k=self.top_k or 0,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                seed=secrets.randbits(63) if self.seed is None else self.seed,
+                stop=tuple(self.stop or ()),
+            )
+        except UserError as error:
+            message = str(error).removeprefix("sampling.")  # the field's name, and what is wrong
+            param = message.partition(" ")[0]
+            raise ApiError(400, message, param=param, code="invalid_value") from error
 
     def check_stream(self) -> None:
         """Raises ApiError for stream options without a stream."""

@@ -125,7 +125,7 @@ MATRIX = [
 def test_the_cache_is_updated_in_place(generation: Generation, name: str, batch: int) -> None:
     compiled = compiled_loop(generation, name, batch)
     spec = SPECS[name]
-    cache_shape = (batch, spec.capacity, CONFIG.num_kv_heads, CONFIG.head_dim)
+    cache_shape = (batch, CONFIG.num_kv_heads, spec.capacity, CONFIG.head_dim)
     program = Program.of(compiled)
     copies = [
         f"{i.name} {i.opcode}"
@@ -147,7 +147,7 @@ def test_prefill_compiles_and_keeps_the_cache_in_place() -> None:
     prefill = functools.partial(prefill_chunk.__wrapped__, model=MODEL, spec=spec)
     tokens = jax.ShapeDtypeStruct((256,), jnp.int32)
     compiled = compile_for("v5e", prefill, params, cache, tokens, *[scalar] * 3, donate_argnums=1)
-    cache_shape = (8, spec.capacity, CONFIG.num_kv_heads, CONFIG.head_dim)
+    cache_shape = (8, CONFIG.num_kv_heads, spec.capacity, CONFIG.head_dim)
     copies = [
         i.name
         for i in Program.of(compiled).buffers

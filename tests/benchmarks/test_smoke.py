@@ -37,12 +37,21 @@ def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:
 
 
 def test_decode(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    decode.run(tiny, CacheSpec(sinks=2, window=126), [1, 2], 8, 1, tmp_path)
+    specs = [CacheSpec(sinks=2, window=126), CacheSpec(sinks=2, window=190)]
+    decode.run(tiny, specs, [1, 2], 8, 1, tmp_path)
     results = json.loads((tmp_path / "decode.json").read_text())
-    assert "ms/step" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ms/step" in out
+    assert "device loop with 2+126" in out
+    assert set(results["ratios"]) == {"2+126", "2+190"}
     assert results["environment"]["versions"]["jax"] == jax.__version__
     for batch in ("1", "2"):
         measured = results["batches"][batch]
+        assert set(measured["ms_per_step"]) == {
+            f"{engine} {kind}"
+            for engine in ("device 2+126", "host 2+126", "device 2+190", "transformers")
+            for kind in ("unguided", "guided")
+        }
         assert set(measured["steps"].values()) == {7}
         assert measured["same_tokens"] == {"unguided": True, "guided": True}
     sizes = results["memory"]["cache_bytes_at"]

@@ -1,10 +1,15 @@
 """The engine and its loop on a random tiny model, with scripted grammars where a real one is not it."""
 
 import functools
+import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +27,7 @@ from grammar_host import DeadEndError, GrammarMatcher
 from grammar_host.backends.scripted import Script, ScriptedBackend
 from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
 
+ROOT = Path(__file__).parent.parent.parent
 CONFIG = text_config()
 MODEL = Llama(CONFIG)
 PARAMS = random_params(CONFIG)
@@ -237,21 +243,60 @@ def test_a_failing_device_program_fails_its_requests_and_not_the_engine(
         assert engine.generate("Once", sampling=Sampling(max_tokens=5))[0].tokens == expected
 
 
-def test_a_matcher_that_cannot_be_made_fails_its_request_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+class _Broken:
+    """A draft source that cannot propose."""
+
+    def propose(self, output: Sequence[int], limit: int) -> Sequence[int]:
+        raise RuntimeError("no drafts today")
+
+
+def test_a_failing_admission_fails_its_request_alone(
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guide = Guide.regex("[xyz]+")
-    request = engine.prepare("a", guide)
-    bad = type(request.grammar)  # Grammar
+    """A grammar without matcher, and a draft source that raises, beside a request that is running."""
+    guided = engine.prepare("a", Guide.regex("[xyz]+"))
+    drafted = engine.prepare("a", drafts=_Broken())
+    running = engine.prepare(*WORK[1])
 
     def refuse(*_: Any, **__: Any) -> GrammarMatcher:
         raise RuntimeError("no matcher today")
 
+    engine.submit(running)
+    next(running.pieces())
     with monkeypatch.context() as patch:
-        patch.setattr(bad, "matcher", refuse)
-        engine.submit(request)
-        assert "no matcher today" in str(request.result().error)
-    assert engine.generate("Once", sampling=Sampling(max_tokens=3))[0].finish_reason == "length"
+        patch.setattr(type(guided.grammar), "matcher", refuse)
+        engine.submit(guided)
+        assert "no matcher today" in str(guided.result().error)
+    engine.submit(drafted)
+    assert "no drafts today" in str(drafted.result().error)
+    assert running.result().tokens == alone[1][0]
+
+
+def test_a_sink_that_raises_has_left(engine: Engine, alone: list[Any]) -> None:
+    def sink(_: Any) -> None:
+        raise ValueError("nobody is here")
+
+    request = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=100_000))
+    request.sink = sink
+    engine.submit(request)
+    assert isinstance(request.result().error, RequestCancelled)
+    assert run(engine, [0])[0].tokens == alone[0][0]
+
+
+def test_an_engine_that_cannot_get_a_cache_again_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("gkv_jax.engine.device_loop", broken)
+    monkeypatch.setattr("gkv_jax.engine.init_cache", broken)
+    results = engine.generate(["a"] * 6)
+    assert all("out of memory" in str(r.error) for r in results)
+    with pytest.raises(EngineClosedError):
+        engine.generate("a")
 
 
 def test_bad_requests_are_results_not_exceptions(engine: Engine, alone: list[Any]) -> None:
@@ -269,6 +314,35 @@ def test_bad_requests_are_results_not_exceptions(engine: Engine, alone: list[Any
         engine.stream("")
     with pytest.raises(UserError, match="sampling has 2 entries for 1 prompts"):
         engine.generate("x", sampling=[Sampling(), Sampling()])
+    with pytest.raises(UserError, match="prompts is"):
+        engine.generate({"role": "user", "content": "x"})  # type: ignore[arg-type]
+    assert "guide is 'abc'" in str(engine.generate("x", guide="abc")[0].error)  # type: ignore[arg-type]
+    request = engine.prepare("x")
+    engine.submit(request)
+    request.result()
+    with pytest.raises(UserError, match="submitted before"):
+        engine.submit(request)
+
+
+def test_options_that_cannot_be_served_are_refused_at_once() -> None:
+    for options, said in (
+        ({"slots": 0}, "slots is 0"),
+        ({"loop": "fast"}, "loop is 'fast'"),
+        ({"backend": "nope"}, "xgrammar"),
+        ({"cache": CacheSpec(window=1020)}, "smaller window"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make(**options)
+
+
+def test_an_impossible_cache_limit_is_an_error_of_guided_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XGRAMMAR_CACHE_LIMIT_GB", "1GB")
+    with make() as engine:
+        free, guided = engine.generate(["x", "x"], guide=[None, Guide.json()])
+    assert free.error is None
+    assert "XGRAMMAR_CACHE_LIMIT_GB" in str(guided.error)
 
 
 # Streams ------------------------------------------------------------------------------------------
@@ -279,6 +353,27 @@ def test_a_stream_is_the_result_in_pieces(engine: Engine, alone: list[Any]) -> N
         pieces = list(engine.stream(prompt, guide=guide, sampling=sampling))
         assert "".join(p.text for p in pieces) == text
         assert tuple(itertools.chain.from_iterable(p.tokens for p in pieces)) == expected
+
+
+def test_a_stream_that_is_dropped_unread_is_cancelled(engine: Engine) -> None:
+    for _ in range(SPEC.queries * 3):
+        engine.stream("go", guide=Guide.regex("[a-z]*x"), sampling=Sampling(max_tokens=100_000))
+    assert engine.generate("Once", sampling=Sampling(max_tokens=3))[0].finish_reason == "length"
+
+
+def test_a_cancelled_request_need_not_wait_for_a_slot(engine: Engine) -> None:
+    guide, sampling = Guide.regex("[a-z]*x"), Sampling(max_tokens=100_000, seed=3)
+    seated = [engine.prepare("go", guide, sampling) for _ in range(engine.slots)]
+    queued = engine.prepare("wait", guide, sampling)
+    for request in [*seated, queued]:
+        engine.submit(request)
+    next(seated[-1].pieces())
+    queued.cancel()
+    assert isinstance(queued.result().error, RequestCancelled)
+    assert all(request.finish_reason is None for request in seated)
+    for request in seated:
+        request.cancel()
+        request.result()
 
 
 def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
@@ -319,6 +414,18 @@ def test_stop_texts_end_the_output_and_are_not_in_it(engine: Engine) -> None:
     assert "".join(pieces) == "ab"
 
 
+def test_drafts_behind_a_stop_text_change_nothing() -> None:
+    """Not the tokens, and not the outcome: what was verified behind it never happened."""
+    script = Script.of([tokens(c) for c in "abcd"], dead_end_at=2)
+    with scripted(script) as engine:
+        guide, sampling = Guide.regex("ignored"), Sampling(stop="b")
+        (plain,) = engine.generate("x", guide=guide, sampling=sampling)
+        prediction = ScriptedDrafts(tuple(tokens("abc")))
+        (drafted,) = engine.generate("x", guide=guide, sampling=sampling, drafts=prediction)
+    assert (plain.text, plain.finish_reason) == ("a", "stop")
+    assert (drafted.text, drafted.finish_reason, drafted.tokens) == ("a", "stop", plain.tokens)
+
+
 def test_characters_of_several_tokens_arrive_whole(engine: Engine) -> None:
     text = "é, 漢字 and 🦜🦜."
     pieces = [p.text for p in engine.stream("x", guide=Guide.choice([text]))]
@@ -357,7 +464,7 @@ def test_a_full_cache_ends_a_request_and_refuses_a_prompt_too_long() -> None:
         )
         assert drafted[0].tokens == result.tokens
         (refused,) = engine.generate("x" * 25)
-        assert "prompt has 25 tokens, the cache holds 24" in str(refused.error)
+        assert "prompt has 25 tokens, but policy 'full' has room for 24" in str(refused.error)
         assert "window" in str(refused.error)
 
 
@@ -416,7 +523,7 @@ def test_masks_are_filled_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) 
     config = text_config(hidden_size=512, intermediate_size=2048, num_layers=4)
     backend = ScriptedBackend(Script.of([LETTERS] * 30, fill_delay_s=0.002))
     with Engine(
-        Llama(config), random_params(config), TOKENIZER, slots=1, backend=backend
+        Llama(config), random_params(config), TOKENIZER, cache=SPEC, slots=1, backend=backend
     ) as engine:
         request = engine.prepare("x", Guide.regex("ignored"), Sampling(max_tokens=20))
         monkeypatch.setattr(Session, "collect", collecting)
@@ -439,6 +546,68 @@ def test_warm_up_leaves_nothing_to_compile(compiles: list[str]) -> None:
 
 def test_a_closed_engine_says_so() -> None:
     engine = make()
+    running = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=100_000))
+    engine.submit(running)
+    next(running.pieces())
     engine.close()
+    assert isinstance(running.result().error, EngineClosedError)
     with pytest.raises(EngineClosedError):
         engine.generate("x")
+
+
+def test_no_request_is_lost_between_submit_and_close() -> None:
+    """Threads submit while the engine closes: each request ends, or its submission is refused."""
+    for _ in range(5):
+        engine = make()
+        ends: list[str] = []
+
+        def work(engine: Engine = engine, ends: list[str] = ends) -> None:
+            try:
+                engine.generate(["a"] * 3, sampling=Sampling(max_tokens=2))
+                ends.append("served")
+            except EngineClosedError:
+                ends.append("refused")
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        engine.close()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert len(ends) == 6
+
+
+def test_an_engine_that_nobody_holds_is_freed() -> None:
+    engine = make()
+    engine.generate("x", sampling=Sampling(max_tokens=2))
+    gone = weakref.ref(engine)
+    del engine
+    deadline = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    assert gone() is None
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_the_interpreter_ends_with_work_in_flight(stuck: bool) -> None:
+    """No hang, no crash, no traceback but the script's own, even while a fill never returns."""
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import tests.conftest
+from tests.gkv_jax.test_engine import *
+engine = make(watchdog_s=0.2)
+request = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=10**6))
+if {stuck}:
+    GrammarMatcher.fill_next_token_bitmask = lambda *_: time.sleep(3600)
+    engine.submit(request)
+    assert isinstance(request.result().error, GrammarTimeout)
+else:
+    engine.submit(request)
+    next(request.pieces())
+raise SystemExit("as intended")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr.strip()) == (1, "as intended")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gkv_jax.errors import UserError
-from gkv_jax.sampling import Sampling, SamplingRows, _least_kept, _ordered, sample
+from gkv_jax.sampling import Sampling, SamplingRows, _gumbel, _least_kept, _ordered, sample
 
 V = 97
 jitted = jax.jit(sample)
@@ -154,6 +154,7 @@ def test_a_masked_token_is_never_drawn() -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", 1e38),
         ("temperature", "hot"),
         ("top_p", 1.5),
         ("top_p", 0.0),
@@ -184,5 +185,29 @@ def test_extreme_but_legal_values_sample_something_legal() -> None:
         Sampling(temperature=1.0, min_p=1.0),
     ):
         np.testing.assert_array_equal(draw(rows=rows_of([sampling])), best)
-    drawn = np.asarray(draw(rows=rows_of([Sampling(temperature=1e30)])))
+    drawn = np.asarray(draw(rows=rows_of([Sampling(temperature=1000.0)])))
     assert ((drawn >= 0) & (drawn < V)).all()
+
+
+def test_noise_is_finite_at_real_vocabularies() -> None:
+    """Of 200 million draws about 12 in 2^24 would be infinite if the uniform could round to 1."""
+    positions = jnp.arange(512, dtype=jnp.int32)[None]
+    noise = jax.jit(_gumbel, static_argnums=2)
+    for seed in range(8):
+        assert np.isfinite(noise(jnp.array([seed], jnp.uint32), positions, 49152)).all()
+
+
+def test_the_mask_holds_at_a_real_vocabulary() -> None:
+    """One legal token among 49 152 is drawn every time, at every temperature."""
+    logits = jnp.full((1, 256, 49152), jnp.finfo(jnp.float32).min).at[..., 777].set(-3.0)
+    for temperature in (0.7, 1000.0):
+        for start in range(0, 2048, 256):
+            positions = jnp.arange(start, start + 256, dtype=jnp.int32)[None]
+            rows = rows_of([Sampling(temperature=temperature, seed=1)])
+            assert (np.asarray(jitted(logits, rows, positions)) == 777).all()
+
+
+def test_seeds_that_differ_anywhere_differ() -> None:
+    seeds = [0, -1, 1, 2**32, -3, 2, 2**63 - 1, -(2**63), 2**32 + 1]
+    rows = rows_of([Sampling(temperature=1.0, seed=seed) for seed in seeds])
+    assert len(set(rows.seed.tolist())) == len(seeds)

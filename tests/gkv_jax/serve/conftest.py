@@ -74,14 +74,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def tiny_engine() -> Engine:
+def tiny_engine(cache: CacheSpec | None = None, slots: int = 4) -> Engine:
     config = text_config()
     return Engine(
         Llama(config),
         random_params(config),
         byte_tokenizer(),
-        cache=CacheSpec(sinks=4, window=60),
-        slots=4,
+        cache=cache or CacheSpec(sinks=4, window=60),
+        slots=slots,
         stop_token_ids=(STOP,),
     )
 
@@ -89,6 +89,6 @@ def tiny_engine() -> Engine:
 @pytest.fixture(scope="package")
 def served() -> Iterator[Served]:
     with tiny_engine() as engine:
-        warm_up(engine)
+        warm_up(engine, LIMITS)
         with serving(engine, LIMITS) as running:
             yield running

@@ -1,15 +1,24 @@
 """What is served: chat completions with and without streaming, guided and free, many at once."""
 
+import asyncio
 import concurrent.futures
+import contextlib
 import http.client
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+from starlette.types import Message
 
-from grammar_host import DeadEndError
+from gkv_jax import CacheSpec, Sampling
+from gkv_jax.request import RequestCancelled
+from gkv_jax.serve import generation
+from gkv_jax.serve.app import EventStream
+from gkv_jax.serve.settings import Limits
+from grammar_host import DeadEndError, Guide
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine, wait_for
 
 # Keys in an order that sorting would change; a finite language, so that any model ends it.
@@ -256,8 +265,68 @@ def test_closing_the_engine_ends_streams_with_an_error() -> None:
         next(stream)
         wait_for(lambda: served.free_slots < engine.slots)
         engine.close()
-        with pytest.raises(openai.APIError, match="closed"):
+        with pytest.raises(openai.APIError, match="shutting down") as raised:
             list(stream)
+    assert raised.value.code == "shutting_down"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_engine_is_a_503_before_anything_is_sent(stream: bool) -> None:
+    with tiny_engine() as engine, serving(engine, LIMITS) as served:
+        engine.close()
+        with pytest.raises(openai.InternalServerError) as raised:
+            served.chat(stream=stream)
+    assert (raised.value.status_code, raised.value.code) == (503, "shutting_down")
+    assert raised.value.type == "server_error"
+
+
+def test_a_client_that_left_before_the_first_event_frees_its_slot() -> None:
+    with tiny_engine() as engine:
+        endless = engine.prepare("hi", Guide.json_schema(ENDLESS), Sampling(max_tokens=20_000))
+
+        async def leave_at_once() -> None:
+            async def events() -> AsyncIterator[dict[str, str]]:
+                raise AssertionError("nobody is there to ask for an event")
+                yield {}
+
+            async def receive() -> Message:
+                return {"type": "http.disconnect"}
+
+            async def send(_: Message) -> None:
+                raise OSError("the client is gone")
+
+            generation.submit(engine, endless)
+            response = EventStream(endless, events())
+            with contextlib.suppress(OSError):
+                await response({"type": "http", "method": "POST"}, receive, send)
+
+        asyncio.run(leave_at_once())
+        assert isinstance(endless.result().error, RequestCancelled)
+
+
+def test_fingerprint_changes_with_what_changes_results() -> None:
+    def fingerprint(cache: CacheSpec, slots: int) -> str:
+        with tiny_engine(cache, slots) as engine, serving(engine, LIMITS) as served:
+            return served.chat(max_tokens=1).system_fingerprint
+
+    cache = CacheSpec(sinks=4, window=60)
+    same = fingerprint(cache, 1)
+    assert fingerprint(cache, 1) == same
+    assert fingerprint(cache, 2) != same
+    assert fingerprint(CacheSpec(sinks=3, window=61), 1) != same
+
+
+def test_after_warm_up_no_prompt_compiles_anything(compiles: list[str]) -> None:
+    """SnapKV has a prefill program for each size of a long prompt."""
+    limits = Limits(prompt_tokens=300)
+    with tiny_engine(CacheSpec(policy="snapkv", sinks=3, kept=9, window=41)) as engine:
+        generation.warm_up(engine, limits)
+        assert any("prefill_snapkv" in name for name in compiles)
+        compiles.clear()
+        prompts = ["x" * length for length in (1, 30, 60, 100, 200, limits.prompt_tokens)]
+        results = engine.generate(prompts, guide=Guide.json(), sampling=Sampling(max_tokens=3))
+        assert all(result.error is None for result in results)
+        assert compiles == []
 
 
 def test_models_and_health(served: Served) -> None:

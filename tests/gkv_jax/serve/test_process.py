@@ -1,5 +1,6 @@
 """The whole program, as users start it: a real model, a real process, signals."""
 
+import asyncio
 import concurrent.futures
 import json
 import signal
@@ -13,6 +14,9 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+import uvicorn
+
+from gkv_jax.serve import process as process_module
 
 ROOT = Path(__file__).parents[3]
 MODEL = "smollm2-135m-instruct"
@@ -43,6 +47,29 @@ def process() -> Iterator[subprocess.Popen[str]]:
         finally:
             timer.cancel()
             running.kill()
+
+
+def test_waiting_for_the_engine_to_close_does_not_stop_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prefill keeps ``Engine.close`` waiting; answers go on meanwhile."""
+    closing, answered = threading.Event(), threading.Event()
+
+    class Busy:
+        def close(self) -> None:
+            closing.set()
+            assert answered.wait(10), "the event loop stood still"
+
+    async def answer(*_: Any) -> None:
+        while not closing.is_set():
+            await asyncio.sleep(0.01)
+        answered.set()
+
+    monkeypatch.setattr(uvicorn.Server, "shutdown", answer)
+    monkeypatch.setattr(process_module, "GRACE_S", 0)
+    server = process_module._Server(uvicorn.Config(lambda: None), Busy())  # type: ignore[arg-type]
+    asyncio.run(server.shutdown())
+    assert answered.is_set()
 
 
 @pytest.mark.model

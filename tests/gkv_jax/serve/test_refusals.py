@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from gkv_jax.serve.errors import ApiError
+from gkv_jax.serve.protocol import ChatCompletionRequest
 from gkv_jax.serve.unserved import UNSERVED_IN_MESSAGES, UNSERVED_IN_REQUESTS
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served
 
@@ -45,6 +47,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "context_length_exceeded",
     ),
     ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": 1000.1}, "temperature", "invalid_value"),
     ({"temperature": float("nan")}, "temperature", "invalid_value"),
     ({"temperature": float("inf")}, "temperature", "invalid_value"),
     ({"temperature": "1"}, "temperature", "invalid_type"),
@@ -119,6 +122,14 @@ def test_bad_field(served: Served, fields: dict[str, Any], param: str, code: str
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert (error["param"], error["code"]) == (param, code)
     assert "\n" not in error["message"]
+
+
+def test_what_sampling_refuses_names_its_field() -> None:
+    """Values that the types of the request let through, whatever they may become."""
+    asked = ChatCompletionRequest.model_construct(temperature=2000.0)
+    with pytest.raises(ApiError, match=r"^temperature is 2000\.0; ") as raised:
+        asked.sampling(LIMITS)
+    assert (raised.value.status, raised.value.param) == (400, "temperature")
 
 
 @pytest.mark.parametrize(("schema", "code"), BAD_SCHEMAS)

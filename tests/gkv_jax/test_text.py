@@ -1,0 +1,54 @@
+"""Text as it comes: whole characters, stop texts across pieces, and nothing lost at the end."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gkv_jax.text import TextStream
+from tests.gkv_jax.tiny import STOP, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def stream(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """The pieces of a text (one token a byte) with the flushed rest, and whether it stopped."""
+    out = TextStream(TOKENIZER, stop)
+    pieces = [out.push(token) for token in TOKENIZER.encode(text)]
+    return [*pieces, out.flush()], out.stopped
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_pieces_add_up_to_the_text(text: str) -> None:
+    pieces, _ = stream(text)
+    assert "".join(pieces) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_output_ends_before_the_first_stop_text(text: str, stop: list[str]) -> None:
+    pieces, stopped = stream(text, tuple(stop))
+    # The first stop text to be complete is the first to be seen.
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    assert stopped == bool(ends)
+    seen = text[: min(ends)] if ends else text
+    starts = [seen.find(s) for s in stop if s in seen]
+    assert "".join(pieces) == (seen[: min(starts)] if starts else text)
+
+
+def test_a_replacement_character_of_the_text_itself_survives() -> None:
+    assert "".join(stream("ok \ufffd")[0]) == "ok \ufffd"
+
+
+def test_an_unfinished_character_is_not_dropped_silently() -> None:
+    out = TextStream(TOKENIZER)
+    assert [out.push(t) for t in TOKENIZER.encode("x🦜")[:3]] == ["x", "", ""]
+    assert out.flush() == TOKENIZER.decode(TOKENIZER.encode("🦜")[:2])
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_special_tokens_have_no_text(at: int) -> None:
+    tokens = TOKENIZER.encode("ab")
+    tokens.insert(at, STOP)
+    out = TextStream(TOKENIZER)
+    assert "".join([*[out.push(t) for t in tokens], out.flush()]) == "ab"
