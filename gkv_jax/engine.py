@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gkv_jax.bridge import Session
@@ -138,6 +139,11 @@ class Engine:
             backend=backend,
             watchdog_s=watchdog_s,
         )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the weights and the cache."""
+        return cache_dtype(self._params)
 
     @functools.cached_property
     def compiler(self) -> GrammarCompiler:
@@ -493,7 +499,7 @@ class Engine:
         return self.spec.policy == "snapkv" and length > self.spec.sinks + self.spec.window - 1
 
     def _new_cache(self) -> Cache:
-        return init_cache(self.spec, self.model, self.slots, cache_dtype(self._params))
+        return init_cache(self.spec, self.model, self.slots, self.dtype)
 
     def _new_session(self) -> Session:
         inbox, limit = self._inbox, self._max_tokens

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gkv_jax
-from gkv_jax.cache import cache_dtype
 from gkv_jax.engine import Engine
 from gkv_jax.errors import PromptTooLongError, UserError
 from gkv_jax.request import Piece, Request
@@ -211,6 +210,6 @@ def _fingerprint(engine: Engine, model: str) -> str:
     software = (gkv_jax.__version__, jax.__version__, jaxlib.__version__)
     options = (os.environ.get("XLA_FLAGS"), jax.config.values["jax_default_matmul_precision"])
     machine = (device.platform, device.device_kind, platform.machine(), os.cpu_count())
-    setup = (model, str(cache_dtype(engine._params)), engine.spec, engine.slots, engine.loop)
+    setup = (model, str(engine.dtype), engine.spec, engine.slots, engine.loop)
     parts = (software, options, machine, setup)
     return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]

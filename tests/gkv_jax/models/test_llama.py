@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.peer import llama_for_causal_lm
 from gkv_jax import CacheSpec, Engine, Sampling
 from gkv_jax.cache import init_cache
 from gkv_jax.decode import prefill_chunk
 from gkv_jax.models.llama import Llama
 from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_config
-from gkv_jax.weights.parameters import fill_params, placer, to_hf_state_dict
+from gkv_jax.weights.parameters import fill_params, placer
 from gkv_jax.weights.registry import LoadedModel
 from tests.gkv_jax.tiny import byte_tokenizer
 
@@ -128,24 +129,7 @@ def test_random_variant_equals_transformers(name: str, tmp_path: Path) -> None:
 def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_params: Any) -> None:
     """Same weights in float32: logits within 1e-3 on three prompts, 64 greedy tokens equal."""
     config, model = smollm2.config, Llama(smollm2.config)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            tie_word_embeddings=config.tie_word_embeddings,
-            eos_token_id=list(config.eos_token_ids),
-            pad_token_id=config.eos_token_ids[0],
-        )
-    ).eval()
-    state = to_hf_state_dict(config, smollm2.params)
-    theirs.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in state.items()})
+    theirs = llama_for_causal_lm(config, smollm2.params)
 
     prompts = [
         "The capital of Portugal is Lisbon, a city on seven hills. The capital of France is",

@@ -54,11 +54,12 @@ def test_waiting_for_the_engine_to_close_does_not_stop_the_server(
 ) -> None:
     """A long prefill keeps ``Engine.close`` waiting; answers go on meanwhile."""
     closing, answered = threading.Event(), threading.Event()
+    in_time: list[bool] = []
 
     class Busy:
         def close(self) -> None:
             closing.set()
-            assert answered.wait(10), "the event loop stood still"
+            in_time.append(answered.wait(5))
 
     async def answer(*_: Any) -> None:
         while not closing.is_set():
@@ -69,7 +70,7 @@ def test_waiting_for_the_engine_to_close_does_not_stop_the_server(
     monkeypatch.setattr(process_module, "GRACE_S", 0)
     server = process_module._Server(uvicorn.Config(lambda: None), Busy())  # type: ignore[arg-type]
     asyncio.run(server.shutdown())
-    assert answered.is_set()
+    assert in_time == [True]
 
 
 @pytest.mark.model
