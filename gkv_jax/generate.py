@@ -187,7 +187,7 @@ def main() -> int:
     try:
         command.main(prog_name="python -m gkv_jax.generate", standalone_mode=False)
     except TyperException as error:
-        return _fail(2, f"{error.format_message()} See --help.")
+        return _fail(2, f"{error.format_message().rstrip('.')}; see --help")
     except (UserError, GrammarError) as error:
         return _fail(2, str(error))
     except (RuntimeError, OSError) as error:  # on the way: the device, the watchdog, the disk

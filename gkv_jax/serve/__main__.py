@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command.main(arguments, prog_name="python -m gkv_jax.serve", standalone_mode=False)
     except TyperException as error:
-        return _fail(f"{error.format_message()} See --help.")
+        return _fail(f"{error.format_message().rstrip('.')}; see --help")
     except (UserError, GrammarError) as error:
         return _fail(str(error))
     return 0

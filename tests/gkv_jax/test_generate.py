@@ -38,7 +38,7 @@ def fails(
         (["--window", "0"], "cache.window is 0"),
         (["--kept", "5", "--full"], "--full and --kept exclude each other"),
         (["--regex", ""], "regex"),
-        (["--temperature", "hot"], "hot"),
+        (["--temperature", "hot"], "'--temperature'"),
         (["--no-such-option"], "--no-such-option"),
     ],
 )
