@@ -1,6 +1,7 @@
 """``python -m gkv_jax.generate``: one prompt, one constraint, tokens as they come."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,6 +83,8 @@ def generate(
 
     Example: python -m gkv_jax.generate --schema examples/person.json --prompt "Invent a person."
     """
+    from rich.console import Console
+
     from gkv_jax import CacheSpec, Engine, Sampling
 
     guide = _guide(
@@ -109,7 +112,8 @@ def generate(
         text_or_chat = prompt if raw else _conversation(prompt)
         request = engine.prepare(text_or_chat, guide=guide, sampling=sampling)
         # Compile what this prompt needs, so that the statistics are those of decoding.
-        engine.generate(text_or_chat, sampling=Sampling(max_tokens=1))
+        with Console(stderr=True).status("compiling"):  # seen on terminals only
+            engine.generate(text_or_chat, sampling=Sampling(max_tokens=1))
         engine.submit(request)
         for piece in request.pieces():
             print(piece.text, end="", flush=True)
@@ -139,26 +143,32 @@ def _guide(**options: Any) -> "Guide | None":
     for name, value in given.items():
         match name:
             case "schema":
-                return Guide.json_schema(_read(name, value))
+                return _from_file(Guide.json_schema, name, value)
             case "json":
                 return Guide.json()
             case "regex":
                 return Guide.regex(value)
             case "grammar":
-                return Guide.grammar(_read(name, value))
+                return _from_file(Guide.grammar, name, value)
             case "choice":
                 return Guide.choice(value)
             case "structural_tag":
-                return Guide.structural_tag(_read(name, value))
+                return _from_file(Guide.structural_tag, name, value)
     return None
 
 
-def _read(option: str, path: Path) -> str:
+def _from_file(make: "Callable[[str], Guide]", option: str, path: Path) -> "Guide":
+    from grammar_host import GuideError
+
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"--{option.replace('_', '-')} {path}: {reason}") from error
+        return make(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = str(error.strerror)
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except GuideError as error:
+        reason = error.reason
+    raise UserError(f"--{option.replace('_', '-')} {path}: {reason}")
 
 
 def _report(request: "Request") -> None:

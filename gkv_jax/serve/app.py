@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gkv_jax
 from gkv_jax.engine import Engine
-from gkv_jax.errors import PromptTooLongError, UserError
+from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.request import Piece, Request
 from gkv_jax.serve import generation
 from gkv_jax.serve.errors import (
@@ -97,6 +97,13 @@ class _Service:
         )
 
 
+def _log_failure(reply: Reply, error: Exception | None) -> None:
+    if isinstance(error, EngineClosedError):
+        logger.info("%s was cut off by the end of the server", reply.id)
+    else:
+        logger.error("%s failed", reply.id, exc_info=error)
+
+
 class EventStream(EventSourceResponse):
     """Gives up its request if the client leaves, even before the first event was asked for."""
 
@@ -123,7 +130,7 @@ async def _events(
                 yield {"data": reply.text(piece.text)}
     result = request.result()
     if result.finish_reason == "error":
-        logger.error("%s failed", reply.id, exc_info=result.error)
+        _log_failure(reply, result.error)
         yield {"data": failed_generation(result.error).json()}
         return
     for chunk in reply.closing(result):
@@ -181,7 +188,7 @@ def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> F
         if request.cancelled:
             raise ApiError(499, "the client closed the connection")
         if result.finish_reason == "error":
-            logger.error("%s failed", reply.id, exc_info=result.error)
+            _log_failure(reply, result.error)
             raise failed_generation(result.error)
         return reply.completion(result)
 

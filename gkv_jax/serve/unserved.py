@@ -51,9 +51,10 @@ UNSERVED_IN_REQUESTS: Mapping[str, Unserved] = {
     "frequency_penalty": Unserved(_NO_PENALTY, neutral=(0, 0.0)),
     "presence_penalty": Unserved(_NO_PENALTY, neutral=(0, 0.0)),
     "repetition_penalty": Unserved(_NO_PENALTY, neutral=(1, 1.0)),
-    "tools": Unserved(_NO_TOOLS),
+    "tools": Unserved(_NO_TOOLS, neutral=([],)),
     "tool_choice": Unserved(_NO_TOOLS, neutral=("none",)),
-    "parallel_tool_calls": Unserved(_NO_TOOLS),
+    # Without tools it says nothing about anything.
+    "parallel_tool_calls": Unserved(_NO_TOOLS, neutral=(True, False)),
     "functions": Unserved(_NO_TOOLS),
     "function_call": Unserved(_NO_TOOLS, neutral=("none",)),
     "modalities": Unserved("text is what there is", neutral=(["text"],)),

@@ -33,12 +33,18 @@ CONFIG = tiny_config(
     rope=RopeConfig(500_000.0),
 )
 MODEL = Llama(CONFIG)
-SPECS = {
-    "window": CacheSpec(sinks=4, window=65532),
-    "drafts": CacheSpec(sinks=4, window=16380, max_drafts=4),
-    "snapkv": CacheSpec(policy="snapkv", sinks=4, kept=8188, window=8192),
-    "full": CacheSpec.full(16384),
-}
+SPECS = ("window", "drafts", "snapkv", "full")
+
+
+def spec_of(name: str, batch: int) -> CacheSpec:
+    """A cache of 131 072 tokens for the batch: buffers of 268 MB."""
+    tokens = 131072 // batch
+    return {
+        "window": CacheSpec(sinks=4, window=tokens - 4),
+        "drafts": CacheSpec(sinks=4, window=tokens - 4, max_drafts=4),
+        "snapkv": CacheSpec(policy="snapkv", sinks=4, kept=tokens // 2 - 4, window=tokens // 2),
+        "full": CacheSpec.full(tokens),
+    }[name]
 
 
 @functools.cache
@@ -65,9 +71,9 @@ def param_shapes() -> Any:
 @functools.cache
 def compiled_loop(generation: Generation, name: str, batch: int) -> jax.stages.Compiled:
     loop = functools.partial(
-        device_loop.__wrapped__, model=MODEL, spec=SPECS[name], kernel="mosaic_tpu"
+        device_loop.__wrapped__, model=MODEL, spec=spec_of(name, batch), kernel="mosaic_tpu"
     )
-    return compile_for(generation, loop, *shapes(SPECS[name], batch), donate_argnums=1)
+    return compile_for(generation, loop, *shapes(spec_of(name, batch), batch), donate_argnums=1)
 
 
 def body_of(program: Program) -> list[Instruction]:
@@ -89,7 +95,7 @@ def where(body: list[Instruction], opcode: str, dtype: str, *shape: int) -> int:
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation) -> None:
     """The body is a cycle: submit ends a turn and its answer is what the next turn's layers read."""
-    spec, batch = SPECS["drafts"], 8
+    spec, batch = spec_of("drafts", 8), 8
     program = Program.of(compiled_loop(generation, "drafts", batch))
     assert program.is_scheduled
     body = body_of(program)
@@ -124,7 +130,7 @@ MATRIX = [
 @pytest.mark.parametrize(("generation", "name", "batch"), MATRIX)
 def test_the_cache_is_updated_in_place(generation: Generation, name: str, batch: int) -> None:
     compiled = compiled_loop(generation, name, batch)
-    spec = SPECS[name]
+    spec = spec_of(name, batch)
     cache_shape = (batch, CONFIG.num_kv_heads, spec.capacity, CONFIG.head_dim)
     program = Program.of(compiled)
     copies = [
@@ -141,7 +147,7 @@ def test_the_cache_is_updated_in_place(generation: Generation, name: str, batch:
 
 
 def test_prefill_compiles_and_keeps_the_cache_in_place() -> None:
-    spec = SPECS["window"]
+    spec = spec_of("window", 8)
     params, cache, *_ = shapes(spec, 8)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     prefill = functools.partial(prefill_chunk.__wrapped__, model=MODEL, spec=spec)

@@ -54,8 +54,8 @@ def test_bad_options_are_one_line(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{not json", "schema"),
-        ("[1, 2]", "schema"),
+        ("{not json", "--schema "),
+        ("[1, 2]", "--schema "),
         ('{"type": "no-such-type"}', "schema"),
         ('{"type": "string", "minLength": 3, "maxLength": 1}', "schema"),
     ],
