@@ -3,8 +3,8 @@
 Pure functions over a plain pytree, layers unrolled (so that every layer's cache is updated in place
 and layers may differ), read top to bottom. Positions are none of its business: see ``Attend``.
 
-Parameters, with linear weights stored ``[in, out]`` (XLA:CPU multiplies narrow activations 1.4×
-faster that way than in the checkpoint's ``[out, in]``)::
+Parameters, with linear weights stored ``[in, out]`` (XLA:CPU multiplies a batch of a few rows faster
+that way than in the checkpoint's ``[out, in]``)::
 
     embed [V, Dm]   norm [Dm]   head [V, Dm] (absent when tied to embed)
     layers: a list of  attn_norm [Dm]   q [Dm, Hq·D]   k, v [Dm, Hk·D]   o [Hq·D, Dm]
