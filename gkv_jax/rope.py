@@ -33,14 +33,12 @@ class Rope:
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines for int32 positions ``[...]``: two float32 arrays ``[..., D/2]``."""
-        cos_table, sin_table = _digit_tables(self)
-        cos, sin = (
-            jnp.asarray(cos_table[0])[positions & 255],
-            jnp.asarray(sin_table[0])[positions & 255],
-        )
-        for digit in range(1, _DIGITS):
-            index = (positions >> (8 * digit)) & 255
-            c, s = jnp.asarray(cos_table[digit])[index], jnp.asarray(sin_table[digit])[index]
+        cos_table, sin_table = (jnp.asarray(table) for table in _digit_tables(self))
+        digit = positions & 255
+        cos, sin = cos_table[0][digit], sin_table[0][digit]
+        for place in range(1, _DIGITS):
+            digit = (positions >> (8 * place)) & 255
+            c, s = cos_table[place][digit], sin_table[place][digit]
             cos, sin = cos * c - sin * s, sin * c + cos * s
         return cos, sin
 

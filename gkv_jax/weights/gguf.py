@@ -1,6 +1,6 @@
 """GGUF files (llama.cpp): configuration and weights, dequantised on the host.
 
-The blocks are dequantised by the ``gguf`` package; the tokenizer that the same file carries is in
+The ``gguf`` package reads and dequantises them; the tokenizer that the same file carries is in
 :mod:`gkv_jax.weights.gguf_tokenizer`.
 """
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from gkv_jax.errors import UserError
 from gkv_jax.models.config import Llama3Scaling, ModelConfig
-from gkv_jax.weights.gguf_header import GGUFHeader, read_header
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -29,22 +28,41 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
     """
 
     path: Path
-    header: GGUFHeader
-    _data: np.ndarray  # uint8, the whole file, mapped
+    metadata: dict[str, Any]
+    """Values of the file's fields as Python objects, arrays as lists."""
+    _tensors: dict[str, Any]
+    """``gguf.ReaderTensor`` by name; their data are views of the mapped file."""
 
     @classmethod
     def open(cls, path: Path) -> "GGUFCheckpoint":
         """Read the header. Raises UserError unless the file is a whole GGUF file."""
-        header = read_header(path)
-        return cls(path, header, np.asarray(np.memmap(path, dtype=np.uint8, mode="r")))
+        from gguf import GGUFReader
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return self.header.metadata
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise UserError(f"{path} is not a GGUF file (it does not start with GGUF)")
+            reader = GGUFReader(path)
+            metadata = {
+                name: field.contents()
+                for name, field in reader.fields.items()
+                if not name.startswith("GGUF.")  # counts that the reader adds
+            }
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from error
+        except UserError:
+            raise
+        except Exception as error:
+            # The reader trusts the file: whatever NumPy makes of a wrong offset or count comes out.
+            raise UserError(
+                f"{path} is truncated or damaged ({' '.join(str(error).split())}); "
+                "download the file again"
+            ) from error
+        return cls(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
     @cached_property
     def config(self) -> ModelConfig:
-        names = self.header.tensors.keys()
+        names = self._tensors.keys()
         scaling = None
         if _ROPE_FACTORS in names:
             plain = ModelConfig.from_gguf(self.metadata, names)
@@ -64,27 +82,24 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
         return array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.header.tensors)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self.header.tensors)
+        return len(self._tensors)
 
     def _dequantise(self, name: str) -> np.ndarray:
-        from gguf import GGMLQuantizationType, dequantize
+        from gguf import dequantize
 
-        place = self.header.tensors[name]
-        kind = GGMLQuantizationType(place.ggml_type)
-        stored = self._data[place.offset : place.offset + place.size]
-        rows = stored.reshape(*place.shape[:-1], place.row_bytes)
+        tensor = self._tensors[name]
         try:
-            array = dequantize(rows, kind)
+            array = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(
-                f"{self.path}: tensor {name} has the quantisation {kind.name}, which the gguf "
-                "package cannot dequantise; take another file of this model"
+                f"{self.path}: tensor {name} has the quantisation {tensor.tensor_type.name}, which "
+                "the gguf package cannot dequantise; take another file of this model"
             ) from error
         # float32 comes back as a view of the mapped file, which the array must outlive.
-        return array.copy() if np.may_share_memory(array, self._data) else array
+        return np.array(array) if np.may_share_memory(array, tensor.data) else np.asarray(array)
 
 
 def unpermute_rows(array: np.ndarray, heads: int) -> np.ndarray:

@@ -504,20 +504,29 @@ def test_snapkv_serves_short_and_long_prompts_in_one_batch() -> None:
 
 
 def test_masks_are_filled_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fill begins before the device asks for it. Were they in series, it never would.
+    """A fill outlives the submit that began it, and begins before the device asks for it.
 
-    (Under the host driver the order says nothing: it dispatches the forward pass and then waits.)
+    In series with either, it would not. (Under the host driver the second half says nothing: it
+    dispatches the forward pass and then waits.)
     """
-    events: list[str] = []
-    collect, fill = Session.collect, GrammarMatcher.fill_next_token_bitmask
+    at: dict[str, list[int]] = {name: [] for name in ("answer", "fill", "filled", "collect")}
+    clock = itertools.count()
+    submit, collect = Session.submit, Session.collect
+    fill = GrammarMatcher.fill_next_token_bitmask
+
+    def submitting(self: Session, sampled: np.ndarray) -> np.ndarray:
+        answer = submit(self, sampled)
+        at["answer"].append(next(clock))
+        return answer
 
     def collecting(self: Session) -> np.ndarray:
-        events.append("collect")
+        at["collect"].append(next(clock))
         return collect(self)
 
     def filling(self: GrammarMatcher, *args: Any) -> None:
-        events.append("fill")
+        at["fill"].append(next(clock))
         fill(self, *args)
+        at["filled"].append(next(clock))
 
     # Wide enough that a forward pass takes milliseconds, and a thread some microseconds to start.
     config = text_config(hidden_size=512, intermediate_size=2048, num_layers=4)
@@ -526,13 +535,19 @@ def test_masks_are_filled_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) 
         Llama(config), random_params(config), TOKENIZER, cache=SPEC, slots=1, backend=backend
     ) as engine:
         request = engine.prepare("x", Guide.regex("ignored"), Sampling(max_tokens=20))
+        monkeypatch.setattr(Session, "submit", submitting)
         monkeypatch.setattr(Session, "collect", collecting)
         monkeypatch.setattr(GrammarMatcher, "fill_next_token_bitmask", filling)
         engine.submit(request)
         assert request.result().stats["forwards"] == 20
-    pairs = list(zip(events[::2], events[1::2], strict=True))
-    assert len(pairs) == 20
-    assert pairs.count(("fill", "collect")) >= 15
+    assert [len(at[name]) for name in ("fill", "filled", "collect")] == [20, 20, 20]
+    before_asked = [f < c for f, c in zip(at["fill"], at["collect"], strict=True)]
+    # The first step has no submit before it: the engine asked for its masks.
+    outlives = [
+        answer < filled for answer, filled in zip(at["answer"], at["filled"][1:], strict=False)
+    ]
+    assert before_asked.count(True) >= 15
+    assert outlives.count(True) >= 15
 
 
 def test_warm_up_leaves_nothing_to_compile(compiles: list[str]) -> None:

@@ -3,11 +3,12 @@
 The token ids were checked against llama.cpp's tokenizer on the same file.
 """
 
-import numpy as np
 import pytest
+import torch
 
+from benchmarks.peer import llama_for_causal_lm
 from gkv_jax.models.config import RopeConfig
-from gkv_jax.weights import LoadedModel, load_model, to_hf_state_dict
+from gkv_jax.weights import LoadedModel, load_model
 from gkv_jax.weights.entries import find_model
 from gkv_jax.weights.store import fetch_model
 
@@ -77,29 +78,7 @@ def test_chat_template(model: LoadedModel) -> None:
 
 def test_transformers_with_these_weights_knows_the_capital_of_france(model: LoadedModel) -> None:
     """Wrong head order, rotation or tokens would all show here."""
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = model.config
-    with torch.device("meta"):
-        network = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                rms_norm_eps=config.rms_norm_eps,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-                tie_word_embeddings=True,
-            )
-        )
-    state = to_hf_state_dict(config, model.params)
-    tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
-    network.load_state_dict(tensors, assign=True)
-    network.tie_weights()
-    network.model.rotary_emb = type(network.model.rotary_emb)(network.config)  # not in the state
+    network = llama_for_causal_lm(model.config, model.params)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     answer = model.tokenizer.encode("The capital of France is Paris.<|im_end|>")
