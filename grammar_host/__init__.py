@@ -14,9 +14,12 @@ from grammar_host.batch import GuidedBatch, SlotCounters
 from grammar_host.bitmask import allocate_token_bitmask, bitmask_words
 from grammar_host.compiler import Grammar, GrammarCompiler
 from grammar_host.errors import (
+    CompileCrashError,
+    CompileTimeoutError,
     DeadEndError,
     EmptyLanguageError,
     GrammarError,
+    GrammarTooComplexError,
     GuideError,
     InvalidGuideError,
     RefusedTokenError,
@@ -29,12 +32,15 @@ from grammar_host.tokenizer import TokenizerInfo
 
 __all__ = [
     "SERVED_BACKENDS",
+    "CompileCrashError",
+    "CompileTimeoutError",
     "DeadEndError",
     "EmptyLanguageError",
     "Grammar",
     "GrammarCompiler",
     "GrammarError",
     "GrammarMatcher",
+    "GrammarTooComplexError",
     "Guide",
     "GuideError",
     "GuidedBatch",

@@ -213,11 +213,11 @@ def _require_first_token(grammar: Grammar) -> None:
     if matcher.is_completed():
         # The empty text is no JSON; engines that offer it have run out of alternatives.
         if grammar.guide.kind in ("json", "json_schema"):
-            raise EmptyLanguageError(grammar.guide.field, "no document satisfies it")
+            raise EmptyLanguageError(grammar.guide.param, "no document satisfies it")
         return
     row = allocate_token_bitmask(1, matcher.vocab_size)
     matcher.fill_next_token_bitmask(row, 0)
     if not np.any(row):
         raise EmptyLanguageError(
-            grammar.guide.field, "no token of the vocabulary can begin a text that satisfies it"
+            grammar.guide.param, "no token of the vocabulary can begin a text that satisfies it"
         )

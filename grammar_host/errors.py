@@ -1,7 +1,8 @@
 """Errors of the grammar host.
 
-Every message is one line and, where there is a way out, names it. Three families, so that a server
-can answer each one properly:
+Every message is one line and, where there is a way out, names it. Every error carries a `code` that
+programs can act on, the `param` (the field of the request) that caused it, and for a part of a JSON
+document its JSON pointer. Three families, so that a server can answer each one properly:
 
 - `GuideError`: the caller's guide cannot be served (a 400 of that request, before any token);
 - `DeadEndError`, `RefusedTokenError`: a request failed while it was running;
@@ -11,6 +12,8 @@ can answer each one properly:
 from __future__ import annotations
 
 import re
+from functools import partial
+from typing import Any
 
 MAX_REASON_CHARACTERS = 400
 
@@ -28,44 +31,114 @@ def clean_reason(message: str) -> str:
 
 
 class GrammarError(ValueError):
-    """Base of every error that this package raises about a grammar, a guide or a token."""
+    """Base of every error that this package raises about a grammar, a guide or a token.
+
+    Attributes:
+        code: what went wrong, for programs; the same in every release.
+        param: the field of the request that is to blame, None if none is.
+        pointer: JSON pointer (RFC 6901) of the part of `param` that is to blame, None if unknown.
+    """
+
+    code: str = "grammar_error"
+    param: str | None = None
+    pointer: str | None = None
 
 
 class TokenizerError(GrammarError):
     """The tokenizer's vocabulary cannot be turned into bytes, or has no stop token."""
+
+    code = "unusable_tokenizer"
 
 
 class GuideError(GrammarError):
     """A guide that cannot be served.
 
     Attributes:
-        field: the kind of guide as callers spell it: `"json"`, `"schema"`, `"regex"`, `"grammar"`,
-            `"lark"`, `"choice"`, `"structural_tag"`.
+        param: the field as callers spell it: `"json"`, `"schema"`, `"regex"`, `"grammar"`,
+            `"lark"`, `"choice"`, `"structural_tag"`, `"tools"`, `"tool_choice"`, `"backend"` or
+            the name of an option.
+        reason: the message without the field.
     """
 
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
+    param: str
 
-    def __reduce__(self) -> tuple[type[GuideError], tuple[str, str]]:
-        return type(self), (self.field, self.reason)
+    def __init__(
+        self, param: str, reason: str, *, pointer: str | None = None, code: str | None = None
+    ) -> None:
+        where = "" if pointer is None else f"at {pointer or 'the root'}: "
+        super().__init__(f"{param}: {where}{reason}")
+        self.param = param
+        self.reason = reason
+        self.pointer = pointer
+        self.code = self._default_code(param) if code is None else code
+
+    @classmethod
+    def _default_code(cls, param: str) -> str:
+        return cls.code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments: dict[str, Any] = {"pointer": self.pointer, "code": self.code}
+        return partial(type(self), **arguments), (self.param, self.reason)
 
 
 class InvalidGuideError(GuideError):
-    """The guide is malformed: bad JSON, bad regular expression, undefined rule, over a limit."""
+    """The guide is malformed: bad JSON, bad regular expression, undefined rule.
+
+    Its code is `invalid_json_schema` for schemas, else `invalid_` and the field.
+    """
+
+    @classmethod
+    def _default_code(cls, param: str) -> str:
+        return "invalid_json_schema" if param == "schema" else f"invalid_{param}"
 
 
 class UnsupportedGuideError(GuideError):
-    """The guide is well formed, but no served engine can enforce it."""
+    """The guide is well formed, but the engine asked for, or every served one, cannot enforce it.
+
+    Its code is `unsupported_schema_feature` for schemas, else `unsupported_` and the field.
+    """
+
+    @classmethod
+    def _default_code(cls, param: str) -> str:
+        return "unsupported_schema_feature" if param == "schema" else f"unsupported_{param}"
 
 
 class EmptyLanguageError(GuideError):
     """No text at all can satisfy the guide."""
 
+    code = "empty_language"
+
+
+class GrammarTooComplexError(GuideError):
+    """The guide is over a limit: size, nesting, an engine's fuel, the compiler's memory."""
+
+    code = "grammar_too_complex"
+
+
+class CompileTimeoutError(GuideError):
+    """Compiling the guide took longer than the compiler's deadline, and was stopped."""
+
+    code = "grammar_compile_timeout"
+
+
+class CompileCrashError(GuideError):
+    """The engine brought its process down while it compiled the guide."""
+
+    code = "grammar_compile_crash"
+
 
 class DeadEndError(GrammarError):
-    """The grammar reached a state in which no token of the vocabulary is legal."""
+    """The grammar reached a state in which no token of the vocabulary is legal.
+
+    Attributes:
+        pointer: of the schema's keyword that no continuation can satisfy, where that is known.
+    """
+
+    code = "dead_end"
+
+    def __init__(self, message: str, *, pointer: str | None = None) -> None:
+        super().__init__(message)
+        self.pointer = pointer
 
 
 class RefusedTokenError(GrammarError):
@@ -74,6 +147,8 @@ class RefusedTokenError(GrammarError):
     Attributes:
         token_id: the token.
     """
+
+    code = "refused_token"
 
     def __init__(self, token_id: int, reason: str) -> None:
         super().__init__(f"token {token_id} was refused: {reason}")

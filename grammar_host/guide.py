@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, get_args
 
-from grammar_host.errors import EmptyLanguageError, InvalidGuideError
+from grammar_host.errors import EmptyLanguageError, GrammarTooComplexError, InvalidGuideError
 
 GuideKind = Literal["json", "json_schema", "regex", "grammar", "lark", "choice", "structural_tag"]
 
@@ -17,11 +17,17 @@ MAX_NESTING = 64
 MAX_TEXT_CHARACTERS = 1_000_000
 """Longest guide text. The largest schema of common public collections is below 600 000."""
 
+MAX_OPTION_CHARACTERS = 256
+"""Longest text of an option: a whitespace pattern, a tag."""
+
 DEFAULT_MAX_WHITESPACE = 8
 """Most blanks in a row between two JSON tokens. Without a bound a model can write blanks until it
 runs out of tokens; eight leave room for a newline and some indentation."""
 
-_FIELDS: Mapping[str, str] = {"json_schema": "schema"}
+MaxWhitespace = int | Literal["free"]
+"""A number of blanks, or no bound at all."""
+
+_PARAMS: Mapping[str, str] = {"json_schema": "schema"}
 
 
 @dataclass(frozen=True)
@@ -38,29 +44,63 @@ class Guide:
             `structural_tag`; empty for `json`; else the regex or grammar as given. Keys keep the
             caller's order, because models care about the order of properties.
         max_whitespace: for `json` and `json_schema`, the most blanks in a row between two JSON
-            tokens; 0 means compact JSON. None for the other kinds.
+            tokens; 0 means compact JSON, `"free"` no bound. None for the other kinds.
+        whitespace_pattern: for `json` and `json_schema`, a regular expression of what may stand
+            between two JSON tokens instead; `max_whitespace` is None then. Engines that cannot
+            honour it refuse the guide.
+        strict: for `json_schema`, whether objects and arrays are closed to properties and items
+            that the schema does not mention. The standard says that they are open.
+        reasoning_end: free text comes first, up to and including this tag; the language begins
+            behind it. None: the text begins with the language. See `after_reasoning`.
 
     Raises:
-        InvalidGuideError: malformed or over a limit.
+        InvalidGuideError: malformed.
+        GrammarTooComplexError: over a limit.
         EmptyLanguageError: nothing can satisfy it.
     """
 
     kind: GuideKind
     text: str
-    max_whitespace: int | None = None
+    max_whitespace: MaxWhitespace | None = None
+    whitespace_pattern: str | None = None
+    strict: bool = False
+    reasoning_end: str | None = None
 
     @classmethod
-    def json(cls, *, max_whitespace: int = DEFAULT_MAX_WHITESPACE) -> Guide:
-        """Any JSON object (OpenAI's "JSON mode", vLLM's `json_object`)."""
-        return cls("json", "", max_whitespace)
+    def json(
+        cls,
+        *,
+        max_whitespace: MaxWhitespace = DEFAULT_MAX_WHITESPACE,
+        whitespace_pattern: str | None = None,
+    ) -> Guide:
+        """Any JSON object (OpenAI's "JSON mode", vLLM's `json_object`).
+
+        Args:
+            max_whitespace: as for `json_schema`.
+            whitespace_pattern: as for `json_schema`.
+        """
+        bound = max_whitespace if whitespace_pattern is None else None
+        return cls("json", "", bound, whitespace_pattern)
 
     @classmethod
-    def json_schema(cls, schema: Any, *, max_whitespace: int = DEFAULT_MAX_WHITESPACE) -> Guide:
+    def json_schema(
+        cls,
+        schema: Any,
+        *,
+        strict: bool = False,
+        max_whitespace: MaxWhitespace = DEFAULT_MAX_WHITESPACE,
+        whitespace_pattern: str | None = None,
+    ) -> Guide:
         """A JSON document that follows a JSON Schema.
 
         Args:
             schema: a dict, a bool, a JSON text, or a class with `model_json_schema()` (pydantic).
-            max_whitespace: the most blanks in a row between two JSON tokens; 0 is compact JSON.
+            strict: closes objects and arrays to properties and items that the schema does not
+                mention, as OpenAI's strict mode does: a model asked for a name and an age should
+                not invent further properties. The default follows the standard.
+            max_whitespace: the most blanks in a row between two JSON tokens; 0 is compact JSON,
+                `"free"` no bound, so that a model may spin in blanks.
+            whitespace_pattern: a regular expression of the blanks instead of a bound.
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -68,7 +108,9 @@ class Guide:
             schema = _parse_json("json_schema", schema)
         if not isinstance(schema, dict | bool):
             _refuse("json_schema", f"a schema is an object or a bool, not {_type_name(schema)}")
-        return cls("json_schema", _dump_json("json_schema", schema), max_whitespace)
+        text = _dump_json("json_schema", schema)
+        bound = max_whitespace if whitespace_pattern is None else None
+        return cls("json_schema", text, bound, whitespace_pattern, strict)
 
     @classmethod
     def regex(cls, pattern: str) -> Guide:
@@ -104,13 +146,21 @@ class Guide:
             _refuse("structural_tag", f"a tag is a JSON object, not {_type_name(value)}")
         return cls("structural_tag", _dump_json("structural_tag", dict(value)))
 
+    def after_reasoning(self, end: str = "</think>") -> Guide:
+        """The same language behind free text: a model that thinks first, then answers.
+
+        Args:
+            end: the tag that ends the free text, as text or as the name of a special token.
+        """
+        return replace(self, reasoning_end=end)
+
     def __post_init__(self) -> None:
         if self.kind not in get_args(GuideKind):
             raise InvalidGuideError("kind", f"{self.kind!r} is none of {get_args(GuideKind)}")
-        self._check_whitespace()
+        self._check_options()
         _require_text(self.kind, self.text)
         if len(self.text) > MAX_TEXT_CHARACTERS:
-            _refuse(self.kind, f"{len(self.text)} characters, at most {MAX_TEXT_CHARACTERS} served")
+            _refuse_size(self.kind, f"{len(self.text)} characters")
         if "\0" in self.text:
             _refuse(self.kind, "the text contains a NUL character")
         try:
@@ -123,21 +173,39 @@ class Guide:
             _check_parentheses(self.kind, self.text)
 
     @property
-    def field(self) -> str:
-        """The kind as callers spell it in requests: `GuideError.field` of this guide's errors."""
-        return _FIELDS.get(self.kind, self.kind)
+    def param(self) -> str:
+        """The kind as callers spell it in requests: `GuideError.param` of this guide's errors."""
+        return _PARAMS.get(self.kind, self.kind)
 
     @property
     def document(self) -> Any:
         """The parsed JSON of a `json_schema`, `choice` or `structural_tag` guide."""
         return json.loads(self.text)
 
-    def _check_whitespace(self) -> None:
+    def _check_options(self) -> None:
+        if type(self.strict) is not bool:
+            raise InvalidGuideError("strict", f"true or false, not {self.strict!r}")
+        if self.strict and self.kind != "json_schema":
+            raise InvalidGuideError(
+                "strict", f"closes the objects of a schema; this is {self.kind}"
+            )
+        if self.reasoning_end is not None:
+            _check_option("reasoning_end", self.reasoning_end)
+        if self.whitespace_pattern is not None:
+            _check_option("whitespace_pattern", self.whitespace_pattern)
         if self.kind not in ("json", "json_schema"):
+            for name in ("max_whitespace", "whitespace_pattern"):
+                if getattr(self, name) is not None:
+                    raise InvalidGuideError(name, f"rules the blanks of JSON; this is {self.kind}")
+        elif self.whitespace_pattern is not None:
             if self.max_whitespace is not None:
-                _refuse(self.kind, "max_whitespace bounds the blanks of JSON guides only")
-        elif type(self.max_whitespace) is not int or not 0 <= self.max_whitespace <= 1000:
-            _refuse(self.kind, f"max_whitespace is 0 to 1000, not {self.max_whitespace!r}")
+                raise InvalidGuideError("whitespace_pattern", "excludes max_whitespace")
+        elif self.max_whitespace != "free" and not (
+            type(self.max_whitespace) is int and 0 <= self.max_whitespace <= 1000
+        ):
+            raise InvalidGuideError(
+                "max_whitespace", f"0 to 1000 or 'free', not {self.max_whitespace!r}"
+            )
 
     def _check_document(self, value: Any) -> None:
         _check_json(self.kind, value)
@@ -151,13 +219,29 @@ class Guide:
             if not isinstance(value, dict | bool):
                 _refuse(self.kind, f"a schema is an object or a bool, not {_type_name(value)}")
             if value is False or (isinstance(value, dict) and value.get("not") in (True, {})):
-                raise EmptyLanguageError(self.field, "the schema accepts no document at all")
+                raise EmptyLanguageError(self.param, "the schema accepts no document at all")
         elif not isinstance(value, dict):
             _refuse(self.kind, f"a tag is a JSON object, not {_type_name(value)}")
 
 
 def _refuse(kind: str, reason: str) -> NoReturn:
-    raise InvalidGuideError(_FIELDS.get(kind, kind), reason)
+    raise InvalidGuideError(_PARAMS.get(kind, kind), reason)
+
+
+def _refuse_size(kind: str, size: str) -> NoReturn:
+    limits = f"at most {MAX_TEXT_CHARACTERS} characters and {MAX_NESTING} levels are served"
+    raise GrammarTooComplexError(_PARAMS.get(kind, kind), f"{size}; {limits}")
+
+
+def _check_option(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value or len(value) > MAX_OPTION_CHARACTERS:
+        raise InvalidGuideError(name, f"a string of 1 to {MAX_OPTION_CHARACTERS} characters")
+    if "\0" in value:
+        raise InvalidGuideError(name, "contains a NUL character")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidGuideError(name, "contains a lone surrogate") from None
 
 
 def _type_name(value: Any) -> str:
@@ -179,11 +263,11 @@ def _reject_constant(name: str) -> NoReturn:
 def _parse_json(kind: str, text: str) -> Any:
     # The size is checked first: parsing may take far more memory than the text.
     if len(text) > MAX_TEXT_CHARACTERS:
-        _refuse(kind, f"{len(text)} characters, at most {MAX_TEXT_CHARACTERS} are served")
+        _refuse_size(kind, f"{len(text)} characters")
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
-        _refuse(kind, f"nested deeper than {MAX_NESTING} levels")
+        _refuse_size(kind, f"nested deeper than {MAX_NESTING} levels")
     except ValueError as error:
         _refuse(kind, f"not valid JSON: {error}")
 
@@ -211,11 +295,11 @@ def _check_json(kind: str, value: Any) -> None:
                 _refuse(kind, "a string contains a NUL character")
         # A value that contains itself several times would grow exponentially before the depth ends.
         if len(children) > MAX_TEXT_CHARACTERS:
-            _refuse(kind, f"more than {MAX_TEXT_CHARACTERS} values on one level")
+            _refuse_size(kind, f"more than {MAX_TEXT_CHARACTERS} values on one level")
         if not children:
             return
         level = children
-    _refuse(kind, f"nested deeper than {MAX_NESTING} levels")
+    _refuse_size(kind, f"nested deeper than {MAX_NESTING} levels")
 
 
 def _check_parentheses(kind: str, text: str) -> None:
@@ -235,6 +319,6 @@ def _check_parentheses(kind: str, text: str) -> None:
         elif character == "(":
             depth += 1
             if depth > MAX_NESTING:
-                _refuse(kind, f"groups are nested deeper than {MAX_NESTING} levels")
+                _refuse_size(kind, f"groups are nested deeper than {MAX_NESTING} levels")
         elif character == ")":
             depth -= 1

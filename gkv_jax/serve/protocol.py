@@ -129,7 +129,9 @@ class ResponseFormat(_Strict):
           GuideError: the schema is malformed, too large, or accepts nothing.
         """
         if self.json_schema is not None:
-            return Guide.json_schema(self.json_schema.schema_)
+            return Guide.json_schema(
+                self.json_schema.schema_, strict=self.json_schema.strict or False
+            )
         if self.schema_ is not None:
             return Guide.json_schema(self.schema_)
         return Guide.json() if self.type == "json_object" else None

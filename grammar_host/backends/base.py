@@ -53,6 +53,14 @@ class EngineMatcher(ABC):
         """Whether the text so far is a whole text of the language (it may still continue)."""
 
     @abstractmethod
+    def forced_bytes(self) -> bytes:
+        """The bytes that every continuation must begin with; does not change the state.
+
+        Empty where there is a choice or the text may end here. Need not be the longest such
+        string, and may stop inside of a character. Asked only before termination.
+        """
+
+    @abstractmethod
     def fork(self) -> EngineMatcher:
         """An independent copy in the same state, with the same rollback history."""
 
@@ -86,6 +94,7 @@ class Backend(ABC):
 
         Raises:
             InvalidGuideError: the engine refuses the text.
-            UnsupportedGuideError: the engine does not serve this kind or construct.
+            UnsupportedGuideError: the engine does not serve this kind, construct or option.
+            GrammarTooComplexError: over a limit of the engine.
             EmptyLanguageError: the engine can tell that no text satisfies the guide.
         """

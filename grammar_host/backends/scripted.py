@@ -95,6 +95,9 @@ class ScriptedMatcher(EngineMatcher):
     def is_completed(self) -> bool:
         return self._position >= len(self._script.allowed)
 
+    def forced_bytes(self) -> bytes:
+        return b""  # a script knows tokens, not bytes
+
     def fork(self) -> ScriptedMatcher:
         return ScriptedMatcher(self._script, self._stop_token_ids, self._position)
 

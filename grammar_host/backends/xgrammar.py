@@ -101,7 +101,7 @@ class XGrammarBackend(Backend):
             return engine.compile_grammar(_schema_grammar(guide))
         grammar = _to_grammar(guide, info)
         if derives_nothing(grammar.serialize_json()):
-            raise EmptyLanguageError(guide.field, _EMPTY)
+            raise EmptyLanguageError(guide.param, _EMPTY)
         return engine.compile_grammar(grammar)
 
 
@@ -151,6 +151,9 @@ class XGrammarMatcher(EngineMatcher):
 
     def is_completed(self) -> bool:
         return bool(self._matcher.is_completed())
+
+    def forced_bytes(self) -> bytes:
+        return str(self._matcher.find_jump_forward_string()).encode()
 
     def fork(self) -> XGrammarMatcher:
         return XGrammarMatcher(
@@ -218,7 +221,7 @@ def _bound_whitespace(node: Any) -> Any:
 
 def _to_grammar(guide: Guide, info: Any) -> Any:
     if guide.kind == "json":
-        return _json_grammar('{"type": "object"}', guide.max_whitespace, strict=True)
+        return _json_grammar('{"type": "object"}', guide)
     if guide.kind == "regex":
         return xgrammar.Grammar.from_regex(guide.text)
     if guide.kind == "lark":
@@ -230,32 +233,23 @@ def _to_grammar(guide: Guide, info: Any) -> Any:
 
 
 def _schema_grammar(guide: Guide) -> Any:
-    """The grammar of a JSON Schema, without items and properties that it does not mention.
-
-    A model asked for a name and an age should not invent further properties, so an absent
-    `additionalProperties` or `items` means false, as in XGrammar's and vLLM's default. Where that
-    leaves nothing (`{"type": "array", "minItems": 1}`), the schema is taken as it is written.
-    """
-    try:
-        grammar = _json_grammar(guide.text, guide.max_whitespace, strict=True)
-        if not derives_nothing(grammar.serialize_json()):
-            return grammar
-    except RuntimeError:
-        pass  # if strictness is not the reason, the next line says what is
-    grammar = _json_grammar(guide.text, guide.max_whitespace, strict=False)
+    grammar = _json_grammar(guide.text, guide)
     if derives_nothing(grammar.serialize_json()):
-        raise EmptyLanguageError(guide.field, _EMPTY)
+        raise EmptyLanguageError(guide.param, _EMPTY)
     return grammar
 
 
-def _json_grammar(schema: str, max_whitespace: int | None, *, strict: bool) -> Any:
-    if max_whitespace == 0:
-        return xgrammar.Grammar.from_json_schema(
-            schema, any_whitespace=False, separators=(",", ":"), strict_mode=strict
+def _json_grammar(schema: str, guide: Guide) -> Any:
+    if guide.whitespace_pattern is not None:
+        raise UnsupportedGuideError(
+            "whitespace_pattern", "xgrammar bounds blanks by number only; use max_whitespace"
         )
-    return xgrammar.Grammar.from_json_schema(
-        schema, max_whitespace_cnt=max_whitespace, strict_mode=strict
-    )
+    if guide.max_whitespace == 0:
+        return xgrammar.Grammar.from_json_schema(
+            schema, any_whitespace=False, separators=(",", ":"), strict_mode=False
+        )
+    bound = None if guide.max_whitespace == "free" else guide.max_whitespace
+    return xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=bound, strict_mode=False)
 
 
 def _quote(text: str) -> str:
@@ -272,4 +266,4 @@ def _guide_error(guide: Guide, message: str) -> GuideError:
     # "Nothing satisfies this part" is a refusal, too: the part may be optional, so it does not
     # follow that the language is empty.
     kind = UnsupportedGuideError if "not supported" in reason else InvalidGuideError
-    return kind(guide.field, reason)
+    return kind(guide.param, reason)

@@ -35,7 +35,7 @@ class CountingBackend(Backend):
         self.started.set()
         time.sleep(self._seconds)
         if guide.text == "bad":
-            raise InvalidGuideError(guide.field, "it says so")
+            raise InvalidGuideError(guide.param, "it says so")
         return CompiledGuide(lambda stops: ScriptedMatcher(SCRIPT, stops), self._memory_bytes)
 
 
@@ -174,7 +174,7 @@ def test_a_grammar_without_a_first_token_is_refused():
     compiler = GrammarCompiler(tokenizer_info(), ScriptedBackend(script))
     with pytest.raises(EmptyLanguageError, match="can begin") as info:
         compiler.compile(Guide.regex("a"))
-    assert info.value.field == "regex"
+    assert info.value.param == "regex"
 
 
 def test_the_empty_text_is_a_text_but_no_json():

@@ -44,7 +44,7 @@ def test_one_base_class_and_a_field_for_guides():
     for kind in (InvalidGuideError, UnsupportedGuideError, EmptyLanguageError):
         error = kind("schema", "because")
         assert isinstance(error, GuideError)
-        assert (error.field, error.reason, str(error)) == ("schema", "because", "schema: because")
+        assert (error.param, error.reason, str(error)) == ("schema", "because", "schema: because")
     for kind in (GuideError, DeadEndError, RefusedTokenError, TokenizerError):
         assert issubclass(kind, GrammarError)
     assert issubclass(GrammarError, ValueError)

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grammar_host import EmptyLanguageError, GrammarError, Guide, InvalidGuideError
+from grammar_host import (
+    EmptyLanguageError,
+    GrammarError,
+    GrammarTooComplexError,
+    Guide,
+    InvalidGuideError,
+)
 from grammar_host.guide import DEFAULT_MAX_WHITESPACE, MAX_NESTING, MAX_TEXT_CHARACTERS
 from tests.grammar_host.common import GUIDES, compiler, walk
 
@@ -38,15 +44,25 @@ REFUSED = [
     ("schema", lambda: Guide.json_schema(CYCLE), "nested deeper"),
     ("schema", lambda: Guide.json_schema({"const": "x" * MAX_TEXT_CHARACTERS}), "characters"),
     ("schema", lambda: Guide.json_schema(" " * (MAX_TEXT_CHARACTERS + 1)), "characters"),
-    ("schema", lambda: Guide.json_schema({}, max_whitespace=-1), "max_whitespace"),
-    ("schema", lambda: Guide.json_schema({}, max_whitespace=True), "max_whitespace"),
-    ("json", lambda: Guide.json(max_whitespace=10**9), "max_whitespace"),
+    ("max_whitespace", lambda: Guide.json_schema({}, max_whitespace=-1), "0 to 1000"),
+    ("max_whitespace", lambda: Guide.json_schema({}, max_whitespace=True), "0 to 1000"),
+    ("max_whitespace", lambda: Guide.json(max_whitespace=10**9), "0 to 1000"),
     ("regex", lambda: Guide.regex(""), "empty"),
     ("regex", lambda: Guide.regex(b"a"), "not bytes"),
     ("regex", lambda: Guide.regex("a\0"), "NUL"),
     ("regex", lambda: Guide.regex("\ud800"), "surrogate"),
     ("regex", lambda: Guide.regex("(" * 65 + ")" * 65), "groups are nested"),
-    ("regex", lambda: Guide("regex", "a", max_whitespace=1), "max_whitespace"),
+    ("max_whitespace", lambda: Guide("regex", "a", max_whitespace=1), "blanks of JSON"),
+    ("max_whitespace", lambda: Guide.json(max_whitespace="all"), "'free'"),
+    ("whitespace_pattern", lambda: Guide("regex", "a", whitespace_pattern=" "), "blanks of JSON"),
+    ("whitespace_pattern", lambda: Guide.json(whitespace_pattern=""), "1 to 256"),
+    ("whitespace_pattern", lambda: Guide.json(whitespace_pattern="\0"), "NUL"),
+    ("whitespace_pattern", lambda: Guide("json", "", 1, " "), "excludes max_whitespace"),
+    ("strict", lambda: Guide.json_schema({}, strict=1), "true or false"),
+    ("strict", lambda: Guide("json", "", 8, strict=True), "closes the objects"),
+    ("reasoning_end", lambda: Guide.regex("a").after_reasoning(""), "1 to 256"),
+    ("reasoning_end", lambda: Guide.regex("a").after_reasoning("\ud800"), "surrogate"),
+    ("reasoning_end", lambda: Guide.regex("a").after_reasoning("x" * 257), "1 to 256"),
     ("grammar", lambda: Guide.grammar(" \n"), "empty"),
     ("grammar", lambda: Guide.grammar("root ::= " + "(" * 65 + '"a"' + ")" * 65), "groups"),
     ("lark", lambda: Guide.lark(None), "not null"),
@@ -64,9 +80,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("field", "build", "reason"), REFUSED)
 def test_malformed_guides_are_refused(field, build, reason):
-    with pytest.raises(InvalidGuideError, match=reason) as info:
+    with pytest.raises((InvalidGuideError, GrammarTooComplexError), match=reason) as info:
         build()
-    assert info.value.field == field
+    assert info.value.param == field
+    assert info.value.code.startswith(("invalid_", "grammar_too_complex"))
     assert str(info.value).startswith(f"{field}: ")
     assert "\n" not in str(info.value)
 
@@ -75,7 +92,7 @@ def test_malformed_guides_are_refused(field, build, reason):
 def test_schemas_that_accept_nothing_at_sight(schema):
     with pytest.raises(EmptyLanguageError) as info:
         Guide.json_schema(schema)
-    assert info.value.field == "schema"
+    assert info.value.param == "schema"
 
 
 def test_schemas_keep_their_key_order_and_equal_ones_are_one_key():
