@@ -60,6 +60,10 @@ class EngineMatcher(ABC):
         string, and may stop inside of a character. Asked only before termination.
         """
 
+    def explain_dead_end(self) -> tuple[str, str | None] | None:
+        """Why the last mask had no legal token: a reason and a JSON pointer; None if unknown."""
+        return None
+
     @abstractmethod
     def fork(self) -> EngineMatcher:
         """An independent copy in the same state, with the same rollback history."""

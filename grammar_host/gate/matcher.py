@@ -1,0 +1,154 @@
+"""An engine's matcher that finishes nothing invalid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grammar_host.backends.base import EngineMatcher
+from grammar_host.bitmask import token_row
+from grammar_host.gate.closers import Closers
+from grammar_host.gate.cursor import START, Cursor, follow, nodes_of_value
+from grammar_host.gate.rules import Rules
+from grammar_host.tokenizer import TokenizerInfo
+
+
+class GatedMatcher(EngineMatcher):
+    """An engine's matcher whose finished objects, arrays and documents are all valid."""
+
+    def __init__(
+        self,
+        engine: EngineMatcher,
+        rules: Rules,
+        vocabulary: tuple[bytes, ...],
+        closers: Closers,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        """Wraps an engine's matcher in its initial state.
+
+        Args:
+            engine: the matcher of a grammar that accepts at least the valid documents.
+            rules: of the schema as the caller wrote it.
+            vocabulary: V entries, the bytes of each token.
+            closers: of the same vocabulary.
+            stop_token_ids: those that `engine` was made with.
+        """
+        self._engine = engine
+        self._rules = rules
+        self._vocabulary = vocabulary
+        self._closers = closers
+        self._stop_token_ids = stop_token_ids
+        self._text_row = ~token_row(stop_token_ids, len(vocabulary))
+        self._text = bytearray()
+        self._history: list[tuple[int, Cursor]] = [(0, START)]
+        self._refused: bytes | None = None
+
+    def accept_token(self, token_id: int) -> bool:
+        data = b""
+        cursor: Cursor | None = self._cursor
+        if token_id in self._stop_token_ids:
+            if not self.is_completed():
+                return False
+        else:
+            data = self._vocabulary[token_id]
+            cursor = self._follow(data)
+        if cursor is None or not self._engine.accept_token(token_id):
+            return False
+        self._text += data
+        self._history.append((len(self._text), cursor))
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self._engine.rollback(num_tokens)
+        del self._history[-num_tokens:]
+        del self._text[self._history[-1][0] :]
+
+    def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int) -> None:
+        self._engine.fill_next_token_bitmask(bitmask, index)
+        row = bitmask[index]
+        cursor = self._cursor
+        if cursor.frame is None and self._engine.is_completed() and not self._is_valid():
+            row &= self._text_row
+        if cursor.closed:
+            return
+        candidates = row & self._closers.row(cursor, string_matters=self._string_matters(cursor))
+        if not candidates.any():
+            return
+        for token in np.flatnonzero(np.unpackbits(candidates.view(np.uint8), bitorder="little")):
+            if self._follow(self._vocabulary[token]) is None:
+                row[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
+
+    def is_terminated(self) -> bool:
+        return self._engine.is_terminated()
+
+    def is_completed(self) -> bool:
+        return self._engine.is_completed() and self._is_valid()
+
+    def forced_bytes(self) -> bytes:
+        forced = self._engine.forced_bytes()
+        return b"" if self._follow(forced) is None else forced
+
+    def explain_dead_end(self) -> tuple[str, str | None] | None:
+        refused = self._refused
+        if refused is None:
+            return None
+        found = self._rules.violation(self._rules.root, refused)
+        if found is None:
+            return None
+        keyword, pointer = found
+        return f"every way to go on would violate {keyword!r}", pointer
+
+    def fork(self) -> GatedMatcher:
+        copy = GatedMatcher(
+            self._engine.fork(), self._rules, self._vocabulary, self._closers, self._stop_token_ids
+        )
+        copy._text = bytearray(self._text)
+        copy._history = list(self._history)
+        return copy
+
+    @property
+    def _cursor(self) -> Cursor:
+        return self._history[-1][1]
+
+    def _follow(self, data: bytes) -> Cursor | None:
+        text = bytes(self._text) + data
+        cursor = follow(self._cursor, text, len(self._text), self._rules)
+        if cursor is None:
+            self._refused = text
+        return cursor
+
+    def _string_matters(self, cursor: Cursor) -> bool:
+        frame = cursor.frame
+        if cursor.string_start < 0 or (frame is not None and frame.is_object and frame.key is None):
+            return True
+        return self._rules.rules_strings(nodes_of_value(frame, self._rules))
+
+    def _is_valid(self) -> bool:
+        # Containers and strings were validated when they were closed; a bare number was not.
+        return self._rules.permit(self._rules.root, bytes(self._text))
+
+
+def with_gate(
+    new_matcher: Callable[[frozenset[int]], EngineMatcher],
+    document: Any,
+    tokenizer_info: TokenizerInfo,
+    closers: Closers,
+) -> Callable[[frozenset[int]], EngineMatcher]:
+    """Puts a gate in front of every matcher that `new_matcher` makes.
+
+    Args:
+        new_matcher: of a compiled guide.
+        document: a `Schema.document`.
+        tokenizer_info: the vocabulary.
+        closers: of the same vocabulary.
+    """
+    rules = Rules(document)
+
+    def new_gated_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
+        engine = new_matcher(stop_token_ids)
+        return GatedMatcher(engine, rules, tokenizer_info.vocabulary, closers, stop_token_ids)
+
+    return new_gated_matcher
