@@ -17,7 +17,18 @@ from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-_PACKAGES = ("gkv_jax", "jax", "jaxlib", "numpy", "torch", "transformers", "xgrammar")
+_PACKAGES = (
+    "gkv_jax",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "torch",
+    "transformers",
+    "xgrammar",
+    "llguidance",
+    "outlines_core",
+    "jsonschema_rs",
+)
 
 
 _BUSY = 0.7

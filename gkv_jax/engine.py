@@ -22,8 +22,8 @@ from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.request import Request, RequestCancelled, Result, Stream
 from gkv_jax.sampling import Sampling, SamplingRows
 from gkv_jax.text import TextStream
-from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
-from grammar_host.backends import resolve_backend_name
+from grammar_host import GrammarCompiler, GrammarError, Guide, TokenizerInfo
+from grammar_host.backends import check_backend_name
 from grammar_host.backends.base import Backend
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -76,7 +76,7 @@ class Engine:
             raise UserError(f"loop is {loop!r}; choose 'device' or 'host'")
         if isinstance(backend, str):
             try:
-                resolve_backend_name(backend)
+                check_backend_name(backend)
             except ValueError as error:
                 raise UserError(f"backend: {error}") from error
         self.model, self.tokenizer = model, tokenizer
@@ -159,11 +159,13 @@ class Engine:
             stop_token_ids=sorted(self._stop_token_ids),
         )
         try:
-            return GrammarCompiler(info, backend=self._backend)
+            compiler = GrammarCompiler(info, backend=self._backend)
         except GrammarError:
             raise
         except ValueError as error:
             raise UserError(str(error)) from error
+        compiler.start()
+        return compiler
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -174,19 +176,22 @@ class Engine:
         guide: Guide | Sequence[Guide | None] | None = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         drafts: DraftSource | Sequence[DraftSource | None] | None = None,
+        backend: str | Sequence[str | None] | None = None,
     ) -> list[Result]:
         """Answer any number of prompts; results come in their order.
 
-        ``guide``, ``sampling`` and ``drafts`` are one for all or one for each. A request that cannot
-        be served has ``finish_reason == "error"`` and says why; the others are not disturbed.
+        ``guide``, ``sampling``, ``drafts`` and ``backend`` (the grammar engine; the engine's own if
+        None) are one for all or one for each. A request that cannot be served has
+        ``finish_reason == "error"`` and says why; the others are not disturbed.
         """
         batch = _as_batch(prompts)
         guides = _one_each("guide", guide, len(batch))
         samplings = _one_each("sampling", sampling, len(batch))
         sources = _one_each("drafts", drafts, len(batch))
+        backends = _one_each("backend", backend, len(batch))
         requests: list[Request] = []
         try:
-            for each in zip(batch, guides, samplings, sources, strict=True):
+            for each in zip(batch, guides, samplings, sources, backends, strict=True):
                 try:
                     request = self.prepare(*each)
                 except (UserError, GrammarError) as error:
@@ -207,6 +212,7 @@ class Engine:
         guide: Guide | None = None,
         sampling: Sampling | None = None,
         drafts: DraftSource | None = None,
+        backend: str | None = None,
     ) -> Stream:
         """The answer to one prompt, piece by piece. Dropping the iterator cancels the request.
 
@@ -214,7 +220,7 @@ class Engine:
           UserError or GrammarError: the request cannot be served (raised by the call itself).
           Exception: whatever ended the request on the way, after the pieces that came before it.
         """
-        request = self.prepare(prompt, guide, sampling, drafts)
+        request = self.prepare(prompt, guide, sampling, drafts, backend)
         self.submit(request)
         return Stream(request)
 
@@ -245,8 +251,11 @@ class Engine:
         guide: Guide | None = None,
         sampling: Sampling | None = None,
         drafts: DraftSource | None = None,
+        backend: str | None = None,
     ) -> Request:
         """Check and compile everything that can be checked and compiled before a slot is taken.
+
+        ``backend`` names the grammar engine for this request; the engine's own if None.
 
         Raises:
           UserError: prompt, sampling or cache do not go together, naming the field.
@@ -263,7 +272,7 @@ class Engine:
             sampling=sampling,
             stop_token_ids=self._stop_token_ids,
             text_stream=TextStream(self.tokenizer, sampling.stop_texts),
-            grammar=self._compile(guide),
+            grammar=None if guide is None else self.compiler.compile(guide, backend),
             drafts=drafts,
             cache_bytes=self._cache_bytes,
         )
@@ -384,9 +393,6 @@ class Engine:
         """Longest text of a request: bounded where nothing is evicted."""
         limit = self.spec.max_tokens
         return math.inf if limit is None else min(limit, self.model.max_positions)
-
-    def _compile(self, guide: Guide | None) -> Grammar | None:
-        return None if guide is None else self.compiler.compile(guide)
 
     def _refused(self, error: Exception) -> Request:
         request = Request((), Sampling(), frozenset(), TextStream(self.tokenizer))

@@ -1,5 +1,6 @@
 """``python -m gkv_jax.generate``: one prompt, one constraint, tokens as they come."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from gkv_jax.request import Request
     from grammar_host import Guide
 
-_CONSTRAINT, _CACHE, _SAMPLING = "Constraint (at most one)", "Cache", "Sampling"
+_CONSTRAINT, _OPTIONS = "Constraint (at most one)", "How it is enforced"
+_CACHE, _SAMPLING = "Cache", "Sampling"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -40,6 +42,9 @@ def generate(
     grammar: Annotated[
         Path | None, typer.Option(help="File with an EBNF grammar.", rich_help_panel=_CONSTRAINT)
     ] = None,
+    lark: Annotated[
+        Path | None, typer.Option(help="File with a Lark grammar.", rich_help_panel=_CONSTRAINT)
+    ] = None,
     choice: Annotated[
         list[str] | None,
         typer.Option(help="One of these; repeat the option.", rich_help_panel=_CONSTRAINT),
@@ -47,6 +52,32 @@ def generate(
     structural_tag: Annotated[
         Path | None,
         typer.Option(help="File with a structural tag (JSON).", rich_help_panel=_CONSTRAINT),
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Grammar engine: auto, llguidance, xgrammar, outlines.", rich_help_panel=_OPTIONS
+        ),
+    ] = "auto",
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Forbid properties that the schema does not mention.",
+            rich_help_panel=_OPTIONS,
+        ),
+    ] = False,
+    max_whitespace: Annotated[
+        int | None,
+        typer.Option(
+            help="Most blanks between two JSON tokens; 0 is compact.", rich_help_panel=_OPTIONS
+        ),
+    ] = None,
+    reasoning_end: Annotated[
+        str | None,
+        typer.Option(
+            help="Free text first, up to this tag, for example </think>.", rich_help_panel=_OPTIONS
+        ),
     ] = None,
     sinks: Annotated[
         int, typer.Option(help="First tokens that are never evicted.", rich_help_panel=_CACHE)
@@ -92,9 +123,11 @@ def generate(
         json=json,
         regex=regex,
         grammar=grammar,
+        lark=lark,
         choice=choice,
         structural_tag=structural_tag,
     )
+    guide = _with_options(guide, strict, max_whitespace, reasoning_end)
     if full and kept:
         raise UserError("--full and --kept exclude each other; a full cache keeps everything")
     policy: Any = "full" if full else "snapkv" if kept else "window"
@@ -110,7 +143,7 @@ def generate(
     )
     with Engine.from_pretrained(model, cache=cache, slots=1) as engine:
         text_or_chat = prompt if raw else _conversation(prompt)
-        request = engine.prepare(text_or_chat, guide=guide, sampling=sampling)
+        request = engine.prepare(text_or_chat, guide=guide, sampling=sampling, backend=backend)
         # Compile what this prompt needs, so that the statistics are those of decoding.
         with Console(stderr=True).status("compiling"):  # seen on terminals only
             engine.generate(text_or_chat, sampling=Sampling(max_tokens=1))
@@ -150,11 +183,32 @@ def _guide(**options: Any) -> "Guide | None":
                 return Guide.regex(value)
             case "grammar":
                 return _from_file(Guide.grammar, name, value)
+            case "lark":
+                return _from_file(Guide.lark, name, value)
             case "choice":
                 return Guide.choice(value)
             case "structural_tag":
                 return _from_file(Guide.structural_tag, name, value)
     return None
+
+
+def _with_options(
+    guide: "Guide | None", strict: bool, max_whitespace: int | None, reasoning_end: str | None
+) -> "Guide | None":
+    """The constraint with what was asked for beside it; options of no constraint are mistakes."""
+    options: dict[str, Any] = {}
+    if strict:
+        options["strict"] = True
+    if max_whitespace is not None:
+        options["max_whitespace"] = max_whitespace
+    if reasoning_end is not None:
+        options["reasoning_end"] = reasoning_end
+    if guide is None:
+        if options:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+            raise UserError(f"{names}: there is no constraint; give one, for example --json")
+        return None
+    return dataclasses.replace(guide, **options)
 
 
 def _from_file(make: "Callable[[str], Guide]", option: str, path: Path) -> "Guide":
@@ -183,7 +237,8 @@ def _report(request: "Request") -> None:
     )
     if stats["backend"]:
         line += (
-            f" · {stats['backend']}: compiled in {stats['compile_ms']:.0f} ms,"
+            f" · {stats['backend']}{'' if stats['exact'] else ' + gate'}:"
+            f" compiled in {stats['compile_ms']:.0f} ms,"
             f" {stats['grammar_us_per_token']:.0f} µs per token"
         )
     print(line, file=sys.stderr)

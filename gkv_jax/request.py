@@ -40,7 +40,9 @@ class Result:
       stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``queue_seconds`` (waiting for a slot),
         ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
         ``drafts_proposed``, ``drafts_accepted``, ``grammar_us_per_token`` (host time to fill masks),
-        ``compile_ms`` (grammar), ``cache_bytes`` (of the whole batch) and ``backend``.
+        ``compile_ms`` (grammar, the trial in a worker process included), ``cache_bytes`` (of the
+        whole batch), ``backend`` and ``exact`` (whether the engine alone enforces the guide, without
+        a completion gate).
     """
 
     text: str
@@ -159,10 +161,15 @@ class Request:
             "drafts_proposed": self.drafts_proposed,
             "drafts_accepted": self.drafts_accepted,
             "grammar_us_per_token": 1e6 * self.fill_seconds / max(count, 1),
-            "compile_ms": 1e3 * self.grammar.compile_seconds if self.grammar else 0.0,
+            "compile_ms": 1e3 * _compile_seconds(self.grammar),
             "cache_bytes": self.cache_bytes,
             "backend": self.grammar.backend if self.grammar else None,
+            "exact": self.grammar.exact if self.grammar else None,
         }
+
+
+def _compile_seconds(grammar: Grammar | None) -> float:
+    return 0.0 if grammar is None else grammar.plan_seconds + grammar.compile_seconds
 
 
 class Stream(Iterator[Piece]):

@@ -15,6 +15,7 @@ from grammar_host.bitmask import allocate_token_bitmask, bitmask_words
 from grammar_host.compiler import Grammar, GrammarCompiler
 from grammar_host.errors import (
     CompileCrashError,
+    CompileServiceError,
     CompileTimeoutError,
     DeadEndError,
     EmptyLanguageError,
@@ -33,6 +34,7 @@ from grammar_host.tokenizer import TokenizerInfo
 __all__ = [
     "SERVED_BACKENDS",
     "CompileCrashError",
+    "CompileServiceError",
     "CompileTimeoutError",
     "DeadEndError",
     "EmptyLanguageError",

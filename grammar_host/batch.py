@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grammar_host.bitmask import bitmask_words
-from grammar_host.errors import DeadEndError, GrammarError, RefusedTokenError
+from grammar_host.errors import GrammarError, RefusedTokenError
 from grammar_host.matcher import GrammarMatcher
 
 
@@ -92,6 +92,9 @@ class GuidedBatch:
 
     Threads: at most one call at a time. `fill` may run on a worker thread while the model runs,
     if the caller waits for it before it calls anything else; the batch has no lock of its own.
+    `fill` goes through the slots one after the other. On several threads it would be slower:
+    handing over to a thread costs more than a slot's masks, and where masks are dear the engines
+    wait for each other, or for the one slot that is dearest (`python -m benchmarks.fill`).
     Misuse (a free slot, a wrong shape) raises `ValueError`, except in `fill`, which never raises.
     """
 
@@ -182,13 +185,14 @@ class GuidedBatch:
         """
         try:
             self._check_arrays(masks, enabled)
-            rows = masks.reshape(-1, self._words)
         except ValueError as error:
             # Nothing can be written safely, so every request that needed a mask has failed.
             for state in self._slots:
                 if state is not None and state.matcher is not None:
                     state.failure = state.failure or error
             return
+        rows = masks.reshape(-1, self._words)
+        words = rows.view(np.uint32)
         for slot, state in enumerate(self._slots):
             if state is None or state.matcher is None:
                 masks[slot] = -1
@@ -200,7 +204,7 @@ class GuidedBatch:
             enabled[slot] = 1
             try:
                 if state.failure is None:
-                    self._fill_slot(state, state.matcher, rows, slot * masks.shape[1])
+                    self._fill_slot(state, state.matcher, rows, words, slot * masks.shape[1])
             except Exception as error:  # of this slot alone
                 state.failure = error
             if state.failure is not None:
@@ -265,28 +269,37 @@ class GuidedBatch:
         )
 
     def _fill_slot(
-        self, state: _Slot, matcher: GrammarMatcher, rows: NDArray[np.int32], first: int
+        self,
+        state: _Slot,
+        matcher: GrammarMatcher,
+        rows: NDArray[np.int32],
+        words: NDArray[np.uint32],
+        first: int,
     ) -> None:
         if state.advanced:  # a step whose tokens never came back: start from the accepted text
             matcher.rollback(state.advanced)
             state.advanced = 0
         state.dead_row = None
-        for i in range(len(state.drafts) + 1):
-            row = rows[first + i]
+        drafts = state.drafts
+        for i in range(len(drafts) + 1):
             matcher.fill_next_token_bitmask(rows, first + i)
             state.filled += 1
-            if not row.any():  # bits at and above V are 0, so this counts legal tokens only
-                row[:] = matcher.stop_row
+            # Bits at and above V are 0, so any bit is a legal token. The largest word tells in a
+            # tenth of the time of `any`, which is slow for integers.
+            row = words[first + i]
+            if not row[row.argmax()]:
+                rows[first + i] = matcher.stop_row
                 if i == 0:
-                    state.failure = _dead_end(matcher)
+                    state.failure = matcher.explain_dead_end()
                 else:
                     state.dead_row = i
                 break
-            if i == len(state.drafts) or not matcher.accept_token(state.drafts[i]):
+            if i == len(drafts) or not matcher.accept_token(drafts[i]):
                 break
             state.advanced += 1
             state.total_advanced += 1
-        rows[first + i + 1 : first + 1 + self._max_drafts] = row
+        if i < self._max_drafts:
+            rows[first + i + 1 : first + 1 + self._max_drafts] = rows[first + i]
 
     def _check_arrays(self, masks: Any, enabled: Any) -> None:
         for name, array, shape in (
@@ -317,28 +330,21 @@ def _accept(state: _Slot, matcher: GrammarMatcher, tokens: Sequence[int]) -> int
         matched += 1
     accepted = matched
     try:
-        matcher.rollback(state.advanced - matched)
-        state.rolled_back += state.advanced - matched
+        if matched < state.advanced:
+            matcher.rollback(state.advanced - matched)
+            state.rolled_back += state.advanced - matched
         for token in tokens[matched:]:
-            if matcher.is_terminated():
-                break
             if accepted == state.dead_row:
                 # The row had no legal token; what was sampled there is only its stop-only stand-in.
-                state.failure = _dead_end(matcher)
+                state.failure = matcher.explain_dead_end()
                 break
             if not matcher.accept_token(token):
-                state.failure = RefusedTokenError(
-                    token, f"illegal after {matcher.num_accepted} accepted tokens"
-                )
+                if not matcher.is_terminated():
+                    state.failure = RefusedTokenError(
+                        token, f"illegal after {matcher.num_accepted} accepted tokens"
+                    )
                 break
             accepted += 1
     except Exception as error:  # an engine's bug ends this request, not the step
         state.failure = error
     return accepted
-
-
-def _dead_end(matcher: GrammarMatcher) -> DeadEndError:
-    return DeadEndError(
-        f"after {matcher.num_accepted} tokens no token of the vocabulary is legal; "
-        "relax the grammar, or give it a way to end here"
-    )

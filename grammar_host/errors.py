@@ -5,7 +5,8 @@ programs can act on, the `param` (the field of the request) that caused it, and 
 document its JSON pointer. Three families, so that a server can answer each one properly:
 
 - `GuideError`: the caller's guide cannot be served (a 400 of that request, before any token);
-- `DeadEndError`, `RefusedTokenError`: a request failed while it was running;
+- `DeadEndError`, `RefusedTokenError`, `CompileServiceError`: a request failed without a fault of
+  its guide, or while it was running;
 - `TokenizerError`: the tokenizer cannot be used for guided decoding at all (start-up).
 """
 
@@ -125,6 +126,12 @@ class CompileCrashError(GuideError):
     """The engine brought its process down while it compiled the guide."""
 
     code = "grammar_compile_crash"
+
+
+class CompileServiceError(GrammarError):
+    """The processes that compile guides cannot be run, or were stopped: no guide is to blame."""
+
+    code = "compile_service_unavailable"
 
 
 class DeadEndError(GrammarError):

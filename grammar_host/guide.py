@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, get_args
 
-from grammar_host.errors import EmptyLanguageError, GrammarTooComplexError, InvalidGuideError
+from grammar_host.errors import (
+    EmptyLanguageError,
+    GrammarTooComplexError,
+    GuideError,
+    InvalidGuideError,
+)
+from grammar_host.tag_checks import check_document
+from grammar_host.tags import TagPart, read_tag, tag_parts
 
 GuideKind = Literal["json", "json_schema", "regex", "grammar", "lark", "choice", "structural_tag"]
 
@@ -138,13 +145,59 @@ class Guide:
     def structural_tag(cls, tag: Mapping[str, Any] | str) -> Guide:
         """Free text with guided parts between tags, in XGrammar's structural tag format.
 
+        JSON inside of a tag is ruled as `json_schema` rules it: open objects unless the schema
+        closes them, and a bound on blanks (`max_whitespace_cnt`, default 8, null for none). The
+        XML styles are up to the engine, which closes objects.
+
+        A tag may end in a stop token, written as `{"type": "token", "token": "<|im_end|>"}` or as
+        text; the generation then stops there.
+
         Args:
-            tag: `{"type": "structural_tag", "format": {...}}` as a mapping or a JSON text.
+            tag: as a mapping or a JSON text, `{"type": "structural_tag", "format": {...}}`, or the
+                older form of vLLM and SGLang, `{"type": "structural_tag", "structures": [{"begin":
+                ..., "schema": ..., "end": ...}], "triggers": [...]}`; every trigger counts.
         """
+        if isinstance(tag, Mapping):
+            tag = _dump_json("structural_tag", dict(tag))
         value = _parse_json("structural_tag", tag) if isinstance(tag, str) else tag
-        if not isinstance(value, Mapping):
+        if not isinstance(value, dict):
             _refuse("structural_tag", f"a tag is a JSON object, not {_type_name(value)}")
-        return cls("structural_tag", _dump_json("structural_tag", dict(value)))
+        return cls("structural_tag", _dump_json("structural_tag", read_tag(value)))
+
+    @classmethod
+    def tools(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: str | Mapping[str, Any] = "auto",
+        *,
+        parallel: bool = True,
+        family: str | None = None,
+    ) -> Guide | None:
+        """Calls of functions, as OpenAI's API describes them; a guide of kind `structural_tag`.
+
+        Args:
+            tools: `{"type": "function", "function": {"name", "description", "parameters",
+                "strict"}}`, or the same without the inner object as in the Responses API.
+                Arguments always follow `parameters`; `strict` closes their objects as for
+                `json_schema`. Without `parameters` a function takes no arguments.
+            tool_choice: `"auto"`: free text, calls where the model wants them; `"required"`: one
+                call at least; `{"type": "function", "function": {"name": ...}}` (or with the name
+                on the outside): a call of that function; `"none"`: no guide.
+            parallel: whether one answer may hold several calls.
+            family: how the model writes calls: one of `grammar_host.tools.FAMILIES`, which are
+                XGrammar's; None: as `{"name": ..., "arguments": {...}}` in `<tool_call>` tags,
+                which `grammar_host.tools.parse_tool_calls` reads back. No family's tags include
+                reasoning: see `after_reasoning`.
+
+        Returns:
+            None if nothing is to be enforced (`tool_choice="none"`).
+
+        Raises:
+            GuideError: of the field `tools`, `tool_choice`, `parallel_tool_calls` or `family`.
+        """
+        from grammar_host.tools import tools_guide  # which builds on this class
+
+        return tools_guide(tools, tool_choice, parallel=parallel, family=family)
 
     def after_reasoning(self, end: str = "</think>") -> Guide:
         """The same language behind free text: a model that thinks first, then answers.
@@ -220,8 +273,31 @@ class Guide:
                 _refuse(self.kind, f"a schema is an object or a bool, not {_type_name(value)}")
             if value is False or (isinstance(value, dict) and value.get("not") in (True, {})):
                 raise EmptyLanguageError(self.param, "the schema accepts no document at all")
-        elif not isinstance(value, dict):
-            _refuse(self.kind, f"a tag is a JSON object, not {_type_name(value)}")
+        else:
+            _check_tag(self.kind, value)
+
+
+def part_guide(part: TagPart) -> Guide:
+    """The guide that a part of a structural tag is by itself.
+
+    Raises:
+        GuideError: as for any guide, with the field names and pointers of its own kind.
+    """
+    if part.kind != "json_schema":
+        return Guide(part.kind, _require_text(part.kind, part.value))
+    blanks = part.format.get("max_whitespace_cnt", DEFAULT_MAX_WHITESPACE)
+    return Guide.json_schema(part.value, max_whitespace="free" if blanks is None else blanks)
+
+
+def _check_tag(kind: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        _refuse(kind, f"a tag is a JSON object, not {_type_name(value)}")
+    check_document(value)
+    for part in tag_parts(value):
+        try:
+            part_guide(part)
+        except GuideError as error:
+            raise type(error)(kind, error.reason, pointer=part.pointer) from None
 
 
 def _refuse(kind: str, reason: str) -> NoReturn:

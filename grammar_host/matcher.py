@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from grammar_host.backends.base import EngineMatcher
 from grammar_host.bitmask import bitmask_words, token_row
+from grammar_host.errors import DeadEndError
+from grammar_host.forced import Segmenter, forced_text
 
 
 class GrammarMatcher:
@@ -27,7 +29,11 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, engine: EngineMatcher, vocab_size: int, stop_token_ids: Iterable[int]
+        self,
+        engine: EngineMatcher,
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        segmenter: Segmenter | None = None,
     ) -> None:
         """Wraps an engine's matcher that is in its initial state.
 
@@ -35,6 +41,7 @@ class GrammarMatcher:
             engine: the engine's matcher, created with the same stop tokens.
             vocab_size: V, the width of the logits.
             stop_token_ids: the tokens that end the generation where the grammar allows an end.
+            segmenter: of the engine's vocabulary; without one no tokens are ever forced.
 
         Raises:
             ValueError: no stop token, or one outside of 0..V-1.
@@ -51,7 +58,8 @@ class GrammarMatcher:
         # Engines may set the bits above V: XGrammar 0.2.9 does where most tokens are legal.
         self._last_word = np.int32(-1 if vocab_size % 32 == 0 else (1 << vocab_size % 32) - 1)
         self._stop_row = token_row(stops, vocab_size)
-        self._num_accepted = 0
+        self._accepted: list[int] = []
+        self._segmenter = segmenter
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +79,7 @@ class GrammarMatcher:
     @property
     def num_accepted(self) -> int:
         """Tokens accepted and not rolled back, the stop token included."""
-        return self._num_accepted
+        return len(self._accepted)
 
     def accept_token(self, token_id: int) -> bool:
         """Consumes one token.
@@ -84,7 +92,7 @@ class GrammarMatcher:
             return False
         if not self._engine.accept_token(int(token_id)):
             return False
-        self._num_accepted += 1
+        self._accepted.append(token_id)
         return True
 
     def rollback(self, num_tokens: int) -> None:
@@ -93,11 +101,11 @@ class GrammarMatcher:
         Raises:
             ValueError: negative, or more than were accepted; the state is unchanged.
         """
-        if not 0 <= num_tokens <= self._num_accepted:
-            raise ValueError(f"cannot roll back {num_tokens} of {self._num_accepted} tokens")
+        if not 0 <= num_tokens <= len(self._accepted):
+            raise ValueError(f"cannot roll back {num_tokens} of {len(self._accepted)} tokens")
         if num_tokens:
             self._engine.rollback(num_tokens)
-            self._num_accepted -= num_tokens
+            del self._accepted[-num_tokens:]
 
     def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int = 0) -> None:
         """Writes every word of one mask row; does not change the state.
@@ -135,11 +143,58 @@ class GrammarMatcher:
         self.rollback(accepted)
         return accepted
 
+    def forced_bytes(self) -> bytes:
+        """The bytes that every continuation begins with; no state change.
+
+        Empty where there is a choice, where the text may end, and after termination. May end
+        inside of a UTF-8 character. At most `grammar_host.forced.MAX_FORCED_BYTES`.
+        """
+        if self._engine.is_terminated():
+            return b""
+        if self._segmenter is None:
+            return self._engine.forced_bytes()
+        return self._forced_text(self._segmenter)[0]
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens that every continuation begins with if it is segmented canonically.
+
+        Drafts for a decode loop (*jump-forward*): legal one after the other, never a stop token,
+        and as the tokenizer would segment the accepted text, the forced bytes and whatever
+        follows. Fewer than the forced bytes where a token could still become a longer one, and
+        none where the accepted tokens end at a place where the tokenizer would not. No state
+        change; without a segmenter always empty.
+        """
+        segmenter = self._segmenter
+        if segmenter is None or self._engine.is_terminated():
+            return []
+        text, following = self._forced_text(segmenter)
+        if not text:
+            return []
+        context = segmenter.context(self._accepted)
+        tokens = segmenter.stable_tokens(context, text, following)
+        return list(tokens[: self.validate_tokens(tokens)])
+
+    def explain_dead_end(self) -> DeadEndError:
+        """The error for a mask, just filled, that allows nothing."""
+        reason, pointer = self._engine.explain_dead_end() or (None, None)
+        if reason is None:
+            reason = "no token of the vocabulary is legal"
+        return DeadEndError(
+            f"after {self.num_accepted} tokens {reason}; relax the grammar, or give it a way to "
+            "end here",
+            pointer=pointer,
+        )
+
     def fork(self) -> GrammarMatcher:
         """An independent copy in the same state (for several samples of one prompt)."""
-        copy = GrammarMatcher(self._engine.fork(), self._vocab_size, self._stop_token_ids)
-        copy._num_accepted = self._num_accepted
+        copy = GrammarMatcher(
+            self._engine.fork(), self._vocab_size, self._stop_token_ids, self._segmenter
+        )
+        copy._accepted = list(self._accepted)
         return copy
+
+    def _forced_text(self, segmenter: Segmenter) -> tuple[bytes, bytes]:
+        return forced_text(self._engine, segmenter, self._accepted, self._stop_token_ids)
 
     def _check_bitmask(self, bitmask: Any, index: int) -> None:
         if not isinstance(bitmask, np.ndarray) or bitmask.dtype != np.int32:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -20,13 +20,14 @@ from grammar_host.errors import (
 from grammar_host.guide import Guide
 from grammar_host.matcher import GrammarMatcher
 from grammar_host.schema import INEXACT, read_schema, versions
+from grammar_host.tag_schemas import prepare_tag_schemas
 from grammar_host.tokenizer import TokenizerInfo
 
 AUTO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "json": ("llguidance", "xgrammar"),
         "json_schema": ("llguidance", "xgrammar"),
-        "regex": ("llguidance", "xgrammar"),
+        "regex": ("llguidance", "outlines"),
         "choice": ("llguidance", "xgrammar"),
         "lark": ("llguidance", "xgrammar"),
         "grammar": ("xgrammar", "llguidance"),
@@ -34,7 +35,14 @@ AUTO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Which engines `auto` asks, in this order. LLGuidance compiles in a millisecond and refuses what
-it cannot enforce; EBNF and structural tags are XGrammar's own languages."""
+it cannot enforce; EBNF and structural tags are XGrammar's own languages. Regexes never go to
+XGrammar unasked: it reads some of them as others."""
+
+FIRST_ENGINE = "llguidance"
+"""The engine that most guides end up with; quick to load."""
+
+SLOW_TO_IMPORT = frozenset({"xgrammar"})
+"""Engines that import torch."""
 
 MAX_POINTERS = 20
 """Parts of a schema that a note lists by name."""
@@ -51,17 +59,32 @@ class Plan:
         gate: JSON of the schema that completed documents are validated against; None if what the
             engine compiles is exact.
         notes: what was decided, one sentence each.
+        tags: the same as `gate` inside of a structural tag: pairs of the text that begins a tag and
+            JSON of the schema of what is behind it; empty if the engine is exact.
     """
 
     backend: str
     guide: Guide
     gate: str | None = None
     notes: tuple[str, ...] = ()
+    tags: tuple[tuple[str, str], ...] = ()
 
     @property
     def exact(self) -> bool:
         """Whether the engine alone enforces everything."""
-        return self.gate is None
+        return self.gate is None and not self.tags
+
+
+class EngineNotLoaded(Exception):
+    """A trial needs an engine whose import takes too long to count against its deadline.
+
+    Attributes:
+        engine: its name.
+    """
+
+    def __init__(self, engine: str) -> None:
+        super().__init__(engine)
+        self.engine = engine
 
 
 class Planner:
@@ -82,21 +105,34 @@ class Planner:
         self._tokenizer_info = tokenizer_info
         self._engines = dict(engines)
 
-    def plan(self, guide: Guide, backend: str) -> Plan:
-        """Finds an engine, and compiles the guide and its first mask on trial.
+    def plan(
+        self, guide: Guide, backend: str, *, ready: Callable[[str], bool] = lambda engine: True
+    ) -> tuple[Plan, CompiledGuide]:
+        """Finds an engine, and compiles the guide and its first mask.
 
         Args:
             guide: what to enforce.
             backend: an engine's name, or `"auto"`.
+            ready: whether an engine may be used already.
+
+        Returns:
+            The plan, and what the engine made of `plan.guide`.
 
         Raises:
+            EngineNotLoaded: the next engine to ask is not ready.
             GuideError: no engine enforces it; of several reasons the first engine's.
         """
         names = AUTO[guide.kind] if backend == "auto" else (backend,)
         first: GuideError | None = None
         for name in names:
+            if not ready(name):
+                raise EngineNotLoaded(name)
             try:
-                return self._plan_for(guide, name)
+                if guide.kind == "json_schema" and name in INEXACT:
+                    return self._plan_schema(guide, name)
+                if guide.kind == "structural_tag" and name in INEXACT:
+                    return self._plan_tag(guide, name)
+                return Plan(name, guide), self._compile(guide, name)
             except EmptyLanguageError:
                 raise
             except GuideError as error:
@@ -118,41 +154,67 @@ class Planner:
             self._engines[name] = SERVED_BACKENDS[name](self._tokenizer_info)
         return self._engines[name]
 
-    def _plan_for(self, guide: Guide, backend: str) -> Plan:
-        if guide.kind == "json_schema" and backend in INEXACT:
-            return self._plan_schema(guide, backend)
-        self._try(guide, backend)
-        return Plan(backend, guide)
-
-    def _plan_schema(self, guide: Guide, backend: str) -> Plan:
+    def _plan_schema(self, guide: Guide, backend: str) -> tuple[Plan, CompiledGuide]:
         schema = read_schema(guide.document, strict=guide.strict)
-
-        def compiles(document: object) -> bool:
-            try:
-                self.engine(backend).compile(_with_schema(guide, document))
-            except GuideError:
-                return False
-            return True
-
         first: GuideError | None = None
-        for version in versions(schema, backend, compiles):
-            offered = _with_schema(guide, version.document)
+        for version in versions(schema, backend):
             try:
-                self._try(offered, backend)
+                offered = _with_schema(guide, version.document)
+                compiled = self._compile(offered, backend)
             except GuideError as error:
                 first = first or error
                 continue
             if not version.inexact:
-                return Plan(backend, offered, notes=schema.notes)
+                return Plan(backend, offered, notes=schema.notes), compiled
             gate = json.dumps(schema.document, ensure_ascii=False)
             notes = (*schema.notes, _gate_note(version.inexact))
-            return Plan(backend, offered, gate, notes)
+            return Plan(backend, offered, gate, notes), compiled
         assert first is not None
         raise first
 
-    def _try(self, guide: Guide, backend: str) -> None:
+    def _plan_tag(self, guide: Guide, backend: str) -> tuple[Plan, CompiledGuide]:
+        tag = prepare_tag_schemas(guide, backend)
+        offered = replace(tag.guide, reasoning_end=None)
+        notes = (_gate_note(tag.inexact),) if tag.inexact else ()
+        plan = Plan(backend, offered, notes=notes, tags=tuple(tag.gated.items()))
+        return plan, self._compile(offered, backend)
+
+    def _compile(self, guide: Guide, backend: str) -> CompiledGuide:
         compiled = self.engine(backend).compile(guide)
         require_first_token(guide, compiled, self._tokenizer_info)
+        return compiled
+
+
+class Trial:
+    """`Planner.plan` as the task of a `CompileService`."""
+
+    def __init__(self, tokenizer_info: TokenizerInfo) -> None:
+        """Prepares the task in the process that workers are forked from."""
+        self._planner = Planner(tokenizer_info)
+        self._planner.engine(FIRST_ENGINE)
+        self._preloaded: set[str] = set()
+
+    def preload(self, engine: str) -> None:
+        """Imports an engine, before the workers are forked."""
+        self._planner.engine(engine)
+        self._preloaded.add(engine)
+
+    def __call__(self, guide: Guide, backend: str) -> Plan:
+        """Plans a guide; called in a worker.
+
+        Raises:
+            EngineNotLoaded: preload it and try again.
+            GuideError: as `Planner.plan`.
+        """
+        return self._planner.plan(guide, backend, ready=self._is_ready)[0]
+
+    def _is_ready(self, engine: str) -> bool:
+        return engine in self._preloaded or engine not in SLOW_TO_IMPORT
+
+
+def new_trial(tokenizer_info: TokenizerInfo) -> Trial:
+    """The task factory of `GrammarCompiler`'s service."""
+    return Trial(tokenizer_info)
 
 
 def require_first_token(

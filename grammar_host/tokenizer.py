@@ -5,23 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 from grammar_host.errors import TokenizerError
+from grammar_host.forced import Encode, Segmenter
 
 _SAMPLE_TEXTS = (
     'A list: {"name": "value", "n": [1, -2.5e3]}',
     " two  spaces, ",
+    "   three in front, 1234567890 3.14159",
     "\ttab\nnewline\n\n",
+    "CRLF\r\n\r\nlines",
     "é",
     "déjà vu, naïve",
     "Ünïcödé",
+    "combining e\u0301 n\u0303",
     "emoji 😀",
-    "日本語",
+    "joined 👩\u200d👩\u200d👧 👍🏽",
+    "日本語 中文 한국어",
 )
 """Texts whose tokens must give their bytes back. The first is plain ASCII: every tokenizer that
 can write JSON at all must pass it."""
@@ -33,6 +39,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenizerInfo:
     """The bytes of every token id and the tokens that end a generation.
 
+    Can be pickled, without `encode`: a process that only compiles grammars needs no tokenizer.
+
     Attributes:
         vocabulary: V entries, `vocabulary[id]` the bytes that token writes. Empty for special
             tokens, stop tokens and ids that the tokenizer does not have: a grammar can never
@@ -40,11 +48,19 @@ class TokenizerInfo:
         stop_token_ids: the tokens that end a generation, ascending.
         special_tokens: id → name (`"<|im_end|>"`) of the special tokens below V. A grammar may
             refer to them by name or id; engines give bytes only to those that it names.
+        encode: text → token ids without added special tokens, for `GrammarMatcher.forced_tokens`;
+            None takes the longest token that fits, from left to right. No part of the
+            `fingerprint`.
     """
 
     vocabulary: tuple[bytes, ...] = field(repr=False)
     stop_token_ids: tuple[int, ...]
     special_tokens: Mapping[int, str] = field(repr=False)
+    encode: Encode | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        restore = partial(type(self).from_vocabulary, special_tokens=dict(self.special_tokens))
+        return restore, (self.vocabulary, self.stop_token_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -60,6 +76,11 @@ class TokenizerInfo:
         digest.update(repr((self.stop_token_ids, sorted(self.special_tokens.items()))).encode())
         return digest.hexdigest()
 
+    @cached_property
+    def segmenter(self) -> Segmenter:
+        """Segments forced texts; made on first use (tens of milliseconds)."""
+        return Segmenter(self.vocabulary, self.special_tokens, self.encode)
+
     @classmethod
     def from_vocabulary(
         cls,
@@ -67,6 +88,7 @@ class TokenizerInfo:
         stop_token_ids: Iterable[int],
         *,
         special_tokens: Mapping[int, str] = MappingProxyType({}),
+        encode: Encode | None = None,
     ) -> TokenizerInfo:
         """Builds the info from explicit bytes.
 
@@ -74,6 +96,7 @@ class TokenizerInfo:
             vocabulary: V entries. Bytes of stop and special tokens are dropped.
             stop_token_ids: at least one id below V.
             special_tokens: id → name of further special tokens; ids at or above V are dropped.
+            encode: the tokenizer, see the attribute.
 
         Raises:
             TokenizerError: no stop token, or one outside of the vocabulary.
@@ -88,7 +111,7 @@ class TokenizerInfo:
         tokens = list(vocabulary)
         for token in (*stops, *names):
             tokens[token] = b""
-        return cls(tuple(tokens), stops, MappingProxyType(names))
+        return cls(tuple(tokens), stops, MappingProxyType(names), encode)
 
     @classmethod
     def from_transformers(
@@ -101,7 +124,8 @@ class TokenizerInfo:
         starts with a space.
 
         Args:
-            tokenizer: a `PreTrainedTokenizerBase`.
+            tokenizer: a `PreTrainedTokenizerBase`; byte-level, sentencepiece style, plain characters,
+                or tiktoken ranks behind a tokenizer of the model's own.
             vocab_size: V, the width of the model's *logits*: never `len(tokenizer)`, which may be
                 smaller (padded heads) or larger (added tokens that the model cannot write).
                 Tokens at or above V are dropped.
@@ -109,10 +133,10 @@ class TokenizerInfo:
                 the generation config.
 
         Raises:
-            TokenizerError: the bytes of the vocabulary cannot be established, or no stop token.
+            TokenizerError: the bytes of the vocabulary cannot be established, as with tokenizers
+                that lose blanks or letter case (WordPiece), or no stop token.
         """
-        if vocab_size < 1:
-            raise TokenizerError(f"vocab_size is the width of the logits, not {vocab_size}")
+        _require_width(vocab_size)
         names = _special_tokens(tokenizer)
         literal = {
             token: added.content.encode()
@@ -120,13 +144,20 @@ class TokenizerInfo:
             if token not in names
         }
         encoded = tokenizer.get_vocab()
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
         mismatches = []
-        for encoding in _plausible_encodings(encoded):
+        pieces = {token: i for token, i in encoded.items() if i not in names and i not in literal}
+        for encoding in _plausible_encodings(pieces):
             vocabulary = _decode_vocabulary(encoded, vocab_size, encoding)
             for token, content in literal.items():
                 if token < vocab_size:
                     vocabulary[token] = content
-            mismatch = _first_mismatch(tokenizer, vocabulary)
+            mismatch = _lost_bytes(encoded, encoding) or _first_mismatch(
+                encode, vocabulary, tokenizer.unk_token_id
+            )
             if mismatch is None:
                 break
             mismatches.append(f"{encoding}: {mismatch}")
@@ -141,7 +172,48 @@ class TokenizerInfo:
             # The tokenizer may know stop tokens that this model has no logit for.
             [token for token in stops if token < vocab_size],
             special_tokens=names,
+            encode=encode,
         )
+
+    @classmethod
+    def from_tiktoken(
+        cls, encoding: Any, vocab_size: int, stop_token_ids: Iterable[int] = ()
+    ) -> TokenizerInfo:
+        """Builds the info from a `tiktoken` encoding, with the same proof.
+
+        Args:
+            encoding: a `tiktoken.Encoding`.
+            vocab_size: V, as for `from_transformers`.
+            stop_token_ids: stop tokens in addition to the encoding's `<|endoftext|>`.
+
+        Raises:
+            TokenizerError: ordinary text needs tokens at or above V, or no stop token.
+        """
+        _require_width(vocab_size)
+        names = {encoding.encode_single_token(name): name for name in encoding.special_tokens_set}
+        vocabulary = [b""] * vocab_size
+        for token in range(min(vocab_size, encoding.n_vocab)):
+            try:
+                vocabulary[token] = encoding.decode_single_token_bytes(token)
+            except KeyError:  # the ids may have gaps
+                continue
+        mismatch = _first_mismatch(encoding.encode_ordinary, vocabulary, None)
+        if mismatch is not None:
+            raise TokenizerError(
+                f"the encoding's tokens do not give the bytes of the text back ({mismatch})"
+            )
+        stops = {token for token, name in names.items() if name == "<|endoftext|>"}
+        return cls.from_vocabulary(
+            vocabulary,
+            [token for token in {*stops, *stop_token_ids} if token < vocab_size],
+            special_tokens=names,
+            encode=encoding.encode_ordinary,
+        )
+
+
+def _require_width(vocab_size: int) -> None:
+    if vocab_size < 1:
+        raise TokenizerError(f"vocab_size is the width of the logits, not {vocab_size}")
 
 
 def _special_tokens(tokenizer: Any) -> dict[int, str]:
@@ -173,6 +245,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 _BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
+_BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def _decode_byte_level(token: str) -> bytes:
@@ -186,32 +259,43 @@ def _decode_sentencepiece(token: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(token)
     if byte:
         return bytes([int(byte[1], 16)])
-    return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8", "replace")
+    return token.replace(_BLANK, " ").encode("utf-8", "replace")
 
 
 def _decode_raw(token: str | bytes) -> bytes:
     return token if isinstance(token, bytes) else token.encode("utf-8", "replace")
 
 
+def _decode_latin_1(token: str) -> bytes:
+    try:
+        return token.encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode("utf-8", "replace")
+
+
 _ENCODINGS = {
     "byte-level": _decode_byte_level,
     "byte-fallback": _decode_sentencepiece,
     "raw": _decode_raw,
+    "latin-1": _decode_latin_1,
 }
-"""How vocabularies spell bytes: GPT-2's alphabet; sentencepiece's "▁" and `<0xNN>`; plain text."""
+"""How vocabularies spell bytes: GPT-2's alphabet; sentencepiece's "▁" and `<0xNN>`; plain text or
+bytes; one character of Latin-1 for each byte."""
 
 
-def _plausible_encodings(vocabulary: Mapping[Any, int]) -> list[str]:
+def _plausible_encodings(pieces: Mapping[Any, int]) -> list[str]:
     """The encodings that leave their mark on a vocabulary, most specific first.
 
     Without its mark an encoding must not be tried: in plain text "é" also looks like the byte E9.
     """
-    tokens = [token for token in vocabulary if isinstance(token, str)]
+    characters = {character for piece in pieces if isinstance(piece, str) for character in piece}
     encodings = ["raw"]
-    if any("\N{LOWER ONE EIGHTH BLOCK}" in token or _BYTE_TOKEN.match(token) for token in tokens):
+    if _BLANK in characters or any(_BYTE_TOKEN.match(piece) for piece in map(str, pieces)):
         encodings.insert(0, "byte-fallback")
-    if any(_BYTE_LEVEL_SPACE in token for token in tokens):
+    if _BYTE_LEVEL_SPACE in characters:
         encodings.insert(0, "byte-level")
+    if any("\x80" <= character <= "\xff" for character in characters):
+        encodings.append("latin-1")
     return encodings
 
 
@@ -226,18 +310,60 @@ def _decode_vocabulary(
     return tokens
 
 
-def _first_mismatch(tokenizer: Any, vocabulary: Sequence[bytes]) -> str | None:
-    """The first sample text whose tokens do not give its bytes back, in words; None if none."""
-    for number, text in enumerate(_SAMPLE_TEXTS):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+def _lost_bytes(vocabulary: Mapping[Any, int], encoding: str) -> str | None:
+    """Says so if a vocabulary with byte tokens does not have all of them."""
+    if encoding != "byte-fallback":
+        return None
+    matches = [_BYTE_TOKEN.fullmatch(piece) for piece in map(str, vocabulary)]
+    missing = sorted(set(range(256)) - {int(match[1], 16) for match in matches if match})
+    # A few of them are no fallback, but pieces that somebody wanted: "<0x0A>" for line breaks.
+    return f"there is no token <0x{missing[0]:02X}>" if 0 < len(missing) < 128 else None
+
+
+def _first_mismatch(encode: Encode, vocabulary: Sequence[bytes], unknown: int | None) -> str | None:
+    """The first text whose tokens do not give its bytes back, in words; None if none.
+
+    Args:
+        encode: the tokenizer.
+        vocabulary: V entries, as read.
+        unknown: the token for what the vocabulary cannot write.
+    """
+    for number, text in enumerate((*_SAMPLE_TEXTS, _covered_characters(vocabulary))):
+        tokens = encode(text)
         # A vocabulary without bytes or full Unicode may not know a text; ASCII it must know.
-        if number > 0 and tokenizer.unk_token_id in tokens:
+        if number > 0 and unknown in tokens:
             continue
         outside = [token for token in tokens if token >= len(vocabulary)]
         if outside:
             return f"ordinary text needs token {outside[0]}, the logits have {len(vocabulary)}"
         written = b"".join(vocabulary[token] for token in tokens)
-        # Sentencepiece tokenizers put a blank before the first word and take it off again.
-        if written not in (text.encode(), b" " + text.encode()):
-            return f"{json.dumps(text)} became {written!r}"
+        if not _is_written(text, written):
+            return f"{json.dumps(text)} became {written!r}{_what_was_lost(text, written)}"
     return None
+
+
+def _covered_characters(vocabulary: Sequence[bytes]) -> str:
+    """Characters with, together, every byte of UTF-8 that has a token of its own."""
+    covered = {token for token in vocabulary if len(token) == 1}
+    points = [*range(0x100), *range(0x100, 0x800, 0x40), *range(0x800, 0xD800, 0x1000)]
+    points += [0xD7FF, 0xE000, 0xFFFD, *range(0x10000, 0x110000, 0x40000), 0x10FFFD]
+    return "".join(c for c in map(chr, points) if all(bytes([b]) in covered for b in c.encode()))
+
+
+def _is_written(text: str, written: bytes) -> bool:
+    # Sentencepiece tokenizers put a blank before the first word and take it off again. Unicode's
+    # normal forms are no misreading of the vocabulary either.
+    forms = {text.encode(), *(unicodedata.normalize(f, text).encode() for f in ("NFC", "NFKC"))}
+    return written in forms or (written[:1] == b" " and written[1:] in forms)
+
+
+def _what_was_lost(text: str, written: bytes) -> str:
+    """Names what a tokenizer for classification, such as WordPiece, does not keep."""
+    kept = written.decode("utf-8", "replace").replace("##", "")
+    lost = []
+    if "".join(kept.split()).casefold() == "".join(text.split()).casefold():
+        if "".join(kept.split()) != "".join(text.split()):
+            lost.append("letter case")
+        if kept.casefold() != text.casefold():
+            lost.append("blanks")
+    return f": it loses {' and '.join(lost)}" if lost else ""

@@ -34,7 +34,7 @@ from gkv_jax.serve.errors import (
 from gkv_jax.serve.protocol import ChatCompletionRequest
 from gkv_jax.serve.replies import ChatCompletion, Health, Model, ModelList, Reply
 from gkv_jax.serve.settings import Limits
-from grammar_host import GuideError
+from grammar_host import GrammarError, GuideError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,8 @@ class _Service:
         except GuideError as error:
             name = asked.response_format.name if asked.response_format else None
             raise invalid_guide(error, name) from error
+        except GrammarError as error:  # not the guide's fault
+            raise failed_generation(error) from error
         except PromptTooLongError as error:
             code = "context_length_exceeded"
             raise ApiError(400, str(error), param="messages", code=code) from error

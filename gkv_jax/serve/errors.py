@@ -15,11 +15,10 @@ from starlette.exceptions import HTTPException
 
 from gkv_jax.errors import EngineClosedError, UserError
 from grammar_host import (
+    CompileServiceError,
     DeadEndError,
-    EmptyLanguageError,
     GrammarError,
     GuideError,
-    UnsupportedGuideError,
 )
 
 logger = logging.getLogger("gkv_jax.serve")
@@ -63,14 +62,10 @@ def invalid_guide(error: GuideError, name: str | None) -> ApiError:
 
     Clients look for the words "Invalid schema for response_format" and for the code.
     """
-    code = "invalid_json_schema"
-    if isinstance(error, UnsupportedGuideError):
-        code = "unsupported_schema_feature"
-    elif isinstance(error, EmptyLanguageError):
-        code = "empty_language"
     subject = "response_format" if name is None else f"response_format '{name}'"
-    message = f"Invalid schema for {subject}: {error.reason}"
-    return ApiError(400, message, param="response_format", code=code)
+    where = "" if error.pointer is None else f"In {error.pointer or 'the root'}: "
+    message = f"Invalid schema for {subject}: {where}{error.reason}"
+    return ApiError(400, message, param="response_format", code=error.code)
 
 
 def failed_generation(error: Exception | None) -> ApiError:
@@ -80,6 +75,8 @@ def failed_generation(error: Exception | None) -> ApiError:
         return ApiError(500, message, code="dead_end")
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the server is shutting down; try again", code="shutting_down")
+    if isinstance(error, CompileServiceError):
+        return ApiError(503, f"{error}; try again later", code=error.code)
     if isinstance(error, GrammarError | UserError):
         return ApiError(500, str(error), code="generation_failed")
     return _internal()

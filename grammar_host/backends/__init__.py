@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from grammar_host.backends.base import Backend
+from grammar_host.errors import InvalidGuideError
 from grammar_host.tokenizer import TokenizerInfo
 
 
@@ -15,21 +16,30 @@ def _xgrammar(tokenizer_info: TokenizerInfo) -> Backend:
     return XGrammarBackend(tokenizer_info)
 
 
+def _llguidance(tokenizer_info: TokenizerInfo) -> Backend:
+    from grammar_host.backends.llguidance import LLGuidanceBackend
+
+    return LLGuidanceBackend(tokenizer_info)
+
+
+def _outlines(tokenizer_info: TokenizerInfo) -> Backend:
+    from grammar_host.backends.outlines import OutlinesBackend
+
+    return OutlinesBackend(tokenizer_info)
+
+
 SERVED_BACKENDS: Mapping[str, Callable[[TokenizerInfo], Backend]] = MappingProxyType(
-    {"xgrammar": _xgrammar}
+    {"xgrammar": _xgrammar, "llguidance": _llguidance, "outlines": _outlines}
 )
 """Engines that can be asked for by name. An engine joins by one module and one line here."""
 
 
-def resolve_backend_name(name: str) -> str:
-    """The engine that serves `name`; `"auto"` is the first one listed.
+def check_backend_name(name: str) -> None:
+    """Refuses an engine that is not served.
 
     Raises:
-        ValueError: not served; the message lists what is.
+        InvalidGuideError: of `backend`; the message lists what is served.
     """
-    if name == "auto":
-        return next(iter(SERVED_BACKENDS))
-    if name not in SERVED_BACKENDS:
+    if name != "auto" and name not in SERVED_BACKENDS:
         served = ", ".join(["auto", *SERVED_BACKENDS])
-        raise ValueError(f"backend {name!r} is not served; served are: {served}")
-    return name
+        raise InvalidGuideError("backend", f"{name!r} is not served; served are: {served}")

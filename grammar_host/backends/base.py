@@ -69,6 +69,10 @@ class EngineMatcher(ABC):
         """An independent copy in the same state, with the same rollback history."""
 
 
+NewMatcher = Callable[[frozenset[int]], EngineMatcher]
+"""Starts a generation, given the stop tokens in force."""
+
+
 @dataclass(frozen=True)
 class CompiledGuide:
     """What an engine makes of a guide, shared by all generations that use it.
@@ -78,16 +82,17 @@ class CompiledGuide:
         memory_bytes: approximate size, for the cache's accounting.
     """
 
-    new_matcher: Callable[[frozenset[int]], EngineMatcher]
+    new_matcher: NewMatcher
     memory_bytes: int
 
 
 class Backend(ABC):
     """An engine bound to one vocabulary.
 
-    `compile` may be called from several threads at once. It must not cache (the compiler does),
-    must not enforce less than the guide says without saying so, and must raise nothing but
-    `GuideError`s about the guide.
+    What takes time once for all belongs into the constructor, which must start no thread: worker
+    processes are forked behind it. `compile` may be called from several threads at once. It must
+    not cache (the compiler does), must not enforce less than the guide says without saying so, and
+    must raise nothing but `GuideError`s about the guide.
     """
 
     name: str

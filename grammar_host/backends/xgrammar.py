@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from grammar_host.backends.base import Backend, CompiledGuide, EngineMatcher
 from grammar_host.backends.xgrammar_emptiness import derives_nothing
+from grammar_host.backends.xgrammar_regex import checked_regex
 from grammar_host.bitmask import token_row
 from grammar_host.errors import (
     EmptyLanguageError,
@@ -26,7 +27,9 @@ from grammar_host.errors import (
     UnsupportedGuideError,
     clean_reason,
 )
-from grammar_host.guide import DEFAULT_MAX_WHITESPACE, Guide
+from grammar_host.guide import DEFAULT_MAX_WHITESPACE, Guide, part_guide
+from grammar_host.tag_checks import STYLE_MARKERS
+from grammar_host.tags import premature_stops, replace_part, tag_formats, tag_parts
 from grammar_host.tokenizer import TokenizerInfo
 
 _EMPTY = "no finite text satisfies it; check for rules or schemas that require themselves"
@@ -55,6 +58,7 @@ class XGrammarBackend(Backend):
         )
         # One engine compiler per set of named special tokens; a handful of sets is ever in use.
         self._compiler = lru_cache(maxsize=8)(self._new_compiler)
+        self._compiler(frozenset())
 
     def compile(self, guide: Guide) -> CompiledGuide:
         named = named_special_tokens(guide, self._tokenizer_info)
@@ -66,11 +70,12 @@ class XGrammarBackend(Backend):
         except Exception as error:  # the engine raises RuntimeError for everything, and others
             raise _guide_error(guide, str(error)) from None
         unwritable = self._without_bytes - named
+        new = BudgetedXGrammarMatcher if _has_token_budget(guide) else XGrammarMatcher
 
         def new_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
             matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids))
             written = frozenset(t for t in stop_token_ids if self._tokenizer_info.vocabulary[t])
-            return XGrammarMatcher(
+            return new(
                 matcher,
                 unwritable - stop_token_ids,
                 written,
@@ -94,15 +99,17 @@ class XGrammarBackend(Backend):
 
     def _compile(self, guide: Guide, engine: Any, info: Any) -> Any:
         if guide.kind == "structural_tag":
-            # Token names inside a tag are only resolved by the compiler, so there is no grammar
-            # to examine first; a dead end shows up when the matcher reaches it.
-            return engine.compile_structural_tag(_bound_whitespace(guide.document))
-        if guide.kind == "json_schema":
-            return engine.compile_grammar(_schema_grammar(guide))
-        grammar = _to_grammar(guide, info)
-        if derives_nothing(grammar.serialize_json()):
-            raise EmptyLanguageError(guide.param, _EMPTY)
-        return engine.compile_grammar(grammar)
+            self._check_stops(guide)
+            return engine.compile_structural_tag(_engine_tag(guide, info))
+        return engine.compile_grammar(_to_grammar(guide, info))
+
+    def _check_stops(self, guide: Guide) -> None:
+        stops = {*self._tokenizer_info.stop_token_ids}
+        names = {self._tokenizer_info.special_tokens.get(token) for token in stops}
+        for pointer in premature_stops(guide.document, lambda token: token in stops | names):
+            raise InvalidGuideError(
+                guide.param, "a stop token ends the text, but more must follow", pointer=pointer
+            )
 
 
 class XGrammarMatcher(EngineMatcher):
@@ -156,9 +163,57 @@ class XGrammarMatcher(EngineMatcher):
         return str(self._matcher.find_jump_forward_string()).encode()
 
     def fork(self) -> XGrammarMatcher:
-        return XGrammarMatcher(
+        return type(self)(
             self._matcher.fork(), self._unwritable, self._written_stops, self._text_row
         )
+
+
+class BudgetedXGrammarMatcher(XGrammarMatcher):
+    """One generation with a part of at most so many tokens (`max_tokens`).
+
+    XGrammar's masks honour the budget, but `accept_token` only where a mask was filled just before;
+    else it takes further tokens and prints a warning. So a token is looked up in the mask first.
+    """
+
+    def accept_token(self, token_id: int) -> bool:
+        row = np.empty((1, self._text_row.size), dtype=np.int32)
+        self.fill_next_token_bitmask(row, 0)
+        legal = int(row[0, token_id // 32]) >> token_id % 32 & 1
+        return bool(legal) and super().accept_token(token_id)
+
+
+def model_tools_tag(
+    family: str,
+    functions: Iterable[tuple[str, dict[str, Any]]],
+    tool_choice: str | dict[str, Any],
+    *,
+    parallel: bool,
+) -> dict[str, Any]:
+    """The structural tag of tool calls as a family of models writes them, without reasoning.
+
+    Args:
+        family: one that XGrammar knows.
+        functions: names and JSON Schemas of the arguments.
+        tool_choice: `"auto"`, `"required"` or OpenAI's object that names a function.
+        parallel: whether there may be several calls.
+    """
+    tag = xgrammar.get_model_structural_tag(
+        family,
+        tools=[
+            # Functions that are not strict would get any JSON as arguments.
+            {
+                "type": "function",
+                "function": {"name": name, "parameters": parameters, "strict": True},
+            }
+            for name, parameters in functions
+        ],
+        tool_choice=tool_choice,
+        reasoning="disabled",
+        max_whitespace_cnt=DEFAULT_MAX_WHITESPACE,
+        parallel_tool_calls=parallel,
+    )
+    document: dict[str, Any] = tag.model_dump()
+    return document
 
 
 def named_special_tokens(guide: Guide, tokenizer_info: TokenizerInfo) -> frozenset[int]:
@@ -166,16 +221,38 @@ def named_special_tokens(guide: Guide, tokenizer_info: TokenizerInfo) -> frozens
     if guide.kind not in ("grammar", "lark", "structural_tag"):
         return frozenset()
     listed = np.zeros(tokenizer_info.vocab_size, dtype=np.bool_)
-    for low, high in _listed_token_ids(guide.text):
-        listed[low : high + 1] = True
+    texts = [guide.text]
     if guide.kind == "structural_tag":
+        texts = [*_tag_texts(guide.document)]
         for token in _tag_token_ids(guide.document):
             listed[token : token + 1] = True
+    for text in texts:
+        for low, high in _listed_token_ids(text):
+            listed[low : high + 1] = True
     return frozenset(
         token
         for token, name in tokenizer_info.special_tokens.items()
-        if name and (listed[token] or name in guide.text)
+        if name and (listed[token] or any(name in text for text in texts))
     )
+
+
+def _tag_texts(document: dict[str, Any]) -> Iterator[str]:
+    """Every string of a structural tag outside of its schemas, and what its styles write."""
+    for _, node in tag_formats(document):
+        yield from STYLE_MARKERS.get(node.get("style", ""), ())
+    yield from _strings(document)
+
+
+def _strings(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list):
+        for item in node:
+            yield from _strings(item)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if key != "json_schema":
+                yield from _strings(value)
 
 
 def _listed_token_ids(text: str) -> Iterator[tuple[int, int]]:
@@ -204,39 +281,58 @@ def _tag_token_ids(node: Any) -> Iterator[int]:
                 yield from _tag_token_ids(value)
 
 
-def _bound_whitespace(node: Any) -> Any:
-    """A copy of a structural tag whose JSON parts have a bound on blanks, as all JSON here has."""
-    if isinstance(node, list):
-        return [_bound_whitespace(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    bounded = {
-        key: value if key == "json_schema" else _bound_whitespace(value)
-        for key, value in node.items()
-    }
-    if node.get("type") == "json_schema":
-        bounded.setdefault("max_whitespace_cnt", DEFAULT_MAX_WHITESPACE)
-    return bounded
+def _engine_tag(guide: Guide, info: Any) -> dict[str, Any]:
+    """A structural tag as the engine gets it: JSON parts as grammars.
+
+    Left to itself, the engine closes the objects of a JSON part, drops some of their required
+    properties, and bounds no blanks.
+
+    Raises:
+        GuideError: a part is malformed, or no text satisfies it.
+    """
+    document: dict[str, Any] = guide.document
+    for part in tag_parts(guide.document):
+        try:
+            grammar = _to_grammar(part_guide(part), info)
+        except GuideError as error:
+            raise type(error)(guide.param, error.reason, pointer=part.pointer) from None
+        except Exception as error:  # as in `compile`
+            raise _guide_error(guide, str(error), part.pointer) from None
+        node = part.format
+        if node["type"] != "json_schema":
+            continue
+        if node.get("style", "json") == "json" and not node.get("excludes"):
+            node = {"type": "grammar", "grammar": str(grammar)}
+        else:
+            node = {"max_whitespace_cnt": DEFAULT_MAX_WHITESPACE, **node}
+        document = replace_part(document, part.format_pointer, node)
+    for pointer, node in tag_formats(guide.document):
+        if node.get("type") == "exclude_token":  # the engine would let a stop token be that token
+            excluded = [*node.get("exclude_tokens", ()), *info.stop_token_ids]
+            document = replace_part(document, pointer, {**node, "exclude_tokens": excluded})
+    return document
 
 
 def _to_grammar(guide: Guide, info: Any) -> Any:
+    grammar = _parse(guide, info)
+    if derives_nothing(grammar.serialize_json()):
+        raise EmptyLanguageError(guide.param, _EMPTY)
+    return grammar
+
+
+def _parse(guide: Guide, info: Any) -> Any:
     if guide.kind == "json":
         return _json_grammar('{"type": "object"}', guide)
+    if guide.kind == "json_schema":
+        return _json_grammar(guide.text, guide)
     if guide.kind == "regex":
-        return xgrammar.Grammar.from_regex(guide.text)
+        return xgrammar.Grammar.from_regex(checked_regex(guide.text))
     if guide.kind == "lark":
         return xgrammar.Grammar.from_lark(guide.text, tokenizer_info=info)
     if guide.kind == "choice":
         alternatives = " | ".join(_quote(choice) for choice in guide.document)
         return xgrammar.Grammar.from_ebnf(f"root ::= {alternatives}")
     return xgrammar.Grammar.from_ebnf(guide.text)
-
-
-def _schema_grammar(guide: Guide) -> Any:
-    grammar = _json_grammar(guide.text, guide)
-    if derives_nothing(grammar.serialize_json()):
-        raise EmptyLanguageError(guide.param, _EMPTY)
-    return grammar
 
 
 def _json_grammar(schema: str, guide: Guide) -> Any:
@@ -261,9 +357,15 @@ def _quote(text: str) -> str:
     return f'"{"".join(escaped)}"'
 
 
-def _guide_error(guide: Guide, message: str) -> GuideError:
+def _has_token_budget(guide: Guide) -> bool:
+    return guide.kind == "structural_tag" and any(
+        node.get("max_tokens") is not None for _, node in tag_formats(guide.document)
+    )
+
+
+def _guide_error(guide: Guide, message: str, pointer: str | None = None) -> GuideError:
     reason = clean_reason(message)
     # "Nothing satisfies this part" is a refusal, too: the part may be optional, so it does not
     # follow that the language is empty.
     kind = UnsupportedGuideError if "not supported" in reason else InvalidGuideError
-    return kind(guide.param, reason)
+    return kind(guide.param, reason, pointer=pointer)

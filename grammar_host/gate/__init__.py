@@ -10,5 +10,14 @@ which keyword of the schema is to blame. Keys are never repeated within an objec
 from grammar_host.gate.closers import Closers
 from grammar_host.gate.matcher import GatedMatcher, with_gate
 from grammar_host.gate.rules import Rules
+from grammar_host.gate.tags import GatedTagMatcher, Tags, with_tag_gate
 
-__all__ = ["Closers", "GatedMatcher", "Rules", "with_gate"]
+__all__ = [
+    "Closers",
+    "GatedMatcher",
+    "GatedTagMatcher",
+    "Rules",
+    "Tags",
+    "with_gate",
+    "with_tag_gate",
+]

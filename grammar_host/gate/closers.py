@@ -14,22 +14,31 @@ from grammar_host.tokenizer import TokenizerInfo
 _BRACKET = re.compile(rb"[}\]]")
 
 
+def closes_container(text: bytes, *, in_string: bool) -> bool:
+    """Whether a token has a closing bracket outside of strings, or may have one."""
+    if in_string and b'"' not in text:
+        return False
+    if b"\\" in text:  # quotes behind it may or may not count
+        return _BRACKET.search(text) is not None
+    segments = text.split(b'"')[1 if in_string else 0 :: 2]
+    return any(_BRACKET.search(segment) for segment in segments)
+
+
 class Closers:
     """Rows of the tokens that have to be examined, by the state of a text. Shared by all gates."""
 
     def __init__(self, tokenizer_info: TokenizerInfo) -> None:
-        quotes, brackets_behind_quotes, outside = [], [], []
-        for token, text in enumerate(tokenizer_info.vocabulary):
-            if b'"' in text:
-                quotes.append(token)
-                if _BRACKET.search(text, text.index(b'"')):
-                    brackets_behind_quotes.append(token)
-            if _BRACKET.search(text) or text.count(b'"') > 1:
-                outside.append(token)
-        size = tokenizer_info.vocab_size
-        self._quotes = token_row(quotes, size)
-        self._brackets_behind_quotes = token_row(brackets_behind_quotes, size)
-        self._outside = token_row(outside, size)
+        texts = tokenizer_info.vocabulary
+        outside = [
+            token
+            for token, text in enumerate(texts)
+            if closes_container(text, in_string=False) or text.count(b'"') > 1
+        ]
+        inside = [t for t, text in enumerate(texts) if closes_container(text, in_string=True)]
+        quotes = [token for token, text in enumerate(texts) if b'"' in text]
+        self._outside = token_row(outside, len(texts))
+        self._inside = token_row(inside, len(texts))
+        self._quotes = token_row(quotes, len(texts))
 
     def row(self, cursor: Cursor, *, string_matters: bool) -> NDArray[np.int32]:
         """int32 [W], read-only: the tokens that may finish something here.
@@ -40,4 +49,4 @@ class Closers:
         """
         if cursor.string_start < 0:
             return self._outside
-        return self._quotes if string_matters else self._brackets_behind_quotes
+        return self._quotes if string_matters else self._inside

@@ -21,7 +21,7 @@ class Frame:
         start: offset of its bracket in the text.
         is_object: or an array.
         nodes: the schemas that it must satisfy.
-        keys: an object's keys so far.
+        keys: an object's keys so far, as they are written between their quotes.
         key: the key of the value being written; None while a key is due.
         index: an array's item being written.
     """
@@ -30,8 +30,8 @@ class Frame:
     start: int
     is_object: bool
     nodes: Nodes
-    keys: frozenset[str] = frozenset()
-    key: str | None = None
+    keys: frozenset[bytes] = frozenset()
+    key: bytes | None = None
     index: int = 0
 
 
@@ -84,8 +84,8 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
             written = text[string_start:position]
             string_start = -1
             if frame is not None and frame.is_object and frame.key is None:
-                key = _decode(written)
-                if key is None or key in frame.keys:
+                key = written[1:-1]
+                if key in frame.keys:
                     return None
                 frame = Frame(frame.parent, frame.start, True, frame.nodes, frame.keys | {key}, key)
                 continue
@@ -125,16 +125,23 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
     return Cursor(frame, string_start, escaped, cursor.closed)
 
 
+def writes_key(cursor: Cursor) -> bool:
+    """Whether the string being written is the key of an object."""
+    frame = cursor.frame
+    return cursor.string_start >= 0 and frame is not None and frame.is_object and frame.key is None
+
+
 def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:
     """The schemas that the value being written in a container must satisfy."""
     if frame is None:
         return rules.root
-    return rules.child(frame.nodes, frame.key if frame.is_object else frame.index)
+    if not frame.is_object:
+        return rules.child(frame.nodes, frame.index)
+    return rules.child(frame.nodes, _unescaped(frame.key or b""))
 
 
-def _decode(written: bytes) -> str | None:
+def _unescaped(key: bytes) -> str:
     try:
-        key = json.loads(written)
-    except ValueError:
-        return None
-    return key if isinstance(key, str) else None
+        return str(json.loads(f'"{key.decode()}"'))
+    except ValueError:  # the engine lets no such key pass
+        return ""

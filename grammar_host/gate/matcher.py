@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grammar_host.backends.base import EngineMatcher
+from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
-from grammar_host.gate.closers import Closers
-from grammar_host.gate.cursor import START, Cursor, follow, nodes_of_value
+from grammar_host.gate.closers import Closers, closes_container
+from grammar_host.gate.cursor import START, Cursor, follow, nodes_of_value, writes_key
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -42,7 +41,7 @@ class GatedMatcher(EngineMatcher):
         self._closers = closers
         self._stop_token_ids = stop_token_ids
         self._text_row = ~token_row(stop_token_ids, len(vocabulary))
-        self._text = bytearray()
+        self._text = b""
         self._history: list[tuple[int, Cursor]] = [(0, START)]
         self._refused: bytes | None = None
 
@@ -64,7 +63,7 @@ class GatedMatcher(EngineMatcher):
     def rollback(self, num_tokens: int) -> None:
         self._engine.rollback(num_tokens)
         del self._history[-num_tokens:]
-        del self._text[self._history[-1][0] :]
+        self._text = self._text[: self._history[-1][0]]
 
     def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int) -> None:
         self._engine.fill_next_token_bitmask(bitmask, index)
@@ -75,11 +74,23 @@ class GatedMatcher(EngineMatcher):
         if cursor.closed:
             return
         candidates = row & self._closers.row(cursor, string_matters=self._string_matters(cursor))
-        if not candidates.any():
-            return
-        for token in np.flatnonzero(np.unpackbits(candidates.view(np.uint8), bitorder="little")):
-            if self._follow(self._vocabulary[token]) is None:
-                row[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
+        repeats = self._key_endings(cursor) if writes_key(cursor) else None
+        for word in np.flatnonzero(candidates):
+            bits = int(candidates[word]) & 0xFFFF_FFFF
+            kept = int(row[word]) & 0xFFFF_FFFF
+            while bits:
+                lowest = bits & -bits
+                bits ^= lowest
+                data = self._vocabulary[32 * int(word) + lowest.bit_length() - 1]
+                if (
+                    repeats is not None
+                    and data.partition(b'"')[0] not in repeats
+                    and not closes_container(data, in_string=True)
+                ):
+                    continue  # a new key, and nothing behind it to be validated
+                if self._follow(data) is None:
+                    kept ^= lowest
+            row[word] = kept - (1 << 32) if kept >> 31 else kept
 
     def is_terminated(self) -> bool:
         return self._engine.is_terminated()
@@ -105,7 +116,7 @@ class GatedMatcher(EngineMatcher):
         copy = GatedMatcher(
             self._engine.fork(), self._rules, self._vocabulary, self._closers, self._stop_token_ids
         )
-        copy._text = bytearray(self._text)
+        copy._text = self._text
         copy._history = list(self._history)
         return copy
 
@@ -114,29 +125,36 @@ class GatedMatcher(EngineMatcher):
         return self._history[-1][1]
 
     def _follow(self, data: bytes) -> Cursor | None:
-        text = bytes(self._text) + data
+        text = self._text + data
         cursor = follow(self._cursor, text, len(self._text), self._rules)
         if cursor is None:
             self._refused = text
         return cursor
 
     def _string_matters(self, cursor: Cursor) -> bool:
-        frame = cursor.frame
-        if cursor.string_start < 0 or (frame is not None and frame.is_object and frame.key is None):
-            return True
-        return self._rules.rules_strings(nodes_of_value(frame, self._rules))
+        if cursor.string_start < 0:
+            return False
+        if writes_key(cursor):
+            return bool(self._key_endings(cursor))
+        return self._rules.rules_strings(nodes_of_value(cursor.frame, self._rules))
+
+    def _key_endings(self, cursor: Cursor) -> set[bytes]:
+        """What would make the key being written one that the object already has."""
+        assert cursor.frame is not None
+        begun = self._text[cursor.string_start + 1 :]
+        return {key[len(begun) :] for key in cursor.frame.keys if key.startswith(begun)}
 
     def _is_valid(self) -> bool:
         # Containers and strings were validated when they were closed; a bare number was not.
-        return self._rules.permit(self._rules.root, bytes(self._text))
+        return self._rules.permit(self._rules.root, self._text)
 
 
 def with_gate(
-    new_matcher: Callable[[frozenset[int]], EngineMatcher],
+    new_matcher: NewMatcher,
     document: Any,
     tokenizer_info: TokenizerInfo,
     closers: Closers,
-) -> Callable[[frozenset[int]], EngineMatcher]:
+) -> NewMatcher:
     """Puts a gate in front of every matcher that `new_matcher` makes.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 from urllib.parse import quote
@@ -17,9 +18,8 @@ Nodes = tuple[str, ...]
 _SCHEMA = "https://schema.invalid/"
 """A base for references into the schema; nothing is ever fetched from it."""
 
-_RULES_OF_STRINGS = frozenset(
-    {"allOf", "anyOf", "const", "enum", "format", "if", "not", "oneOf", "pattern"}
-)
+_RULES_OF_STRINGS = frozenset({"format", "if", "not", "oneOf"})
+"""What engines tend not to enforce of a string. The container around it covers the rest."""
 
 MAX_VERDICTS = 256
 """Remembered verdicts per generation's rules; a mask and its token ask for the same one."""
@@ -45,10 +45,10 @@ class Rules:
         unnamed = document
         if isinstance(document, dict):
             unnamed = {key: value for key, value in document.items() if key not in ("$id", "id")}
-        try:
+        self._registry: jsonschema_rs.Registry | None = None
+        # Where identifiers inside are no addresses, only the whole document is validated.
+        with contextlib.suppress(ValueError):
             self._registry = jsonschema_rs.Registry([(_SCHEMA, unnamed)])
-        except ValueError:  # identifiers inside that are no addresses: only the whole is validated
-            self._registry = None
         self._validators: dict[str, jsonschema_rs.Validator] = {
             "": jsonschema_rs.validator_for(document, **VALIDATION)
         }
@@ -83,7 +83,7 @@ class Rules:
         verdict = self._verdicts.get((nodes, text))
         if verdict is None:
             try:
-                value = json.loads(text)
+                value = json.loads(text.decode())
                 verdict = all(self._validator(node).is_valid(value) for node in nodes)
             except (ValueError, RecursionError):  # not JSON, or a number that no float holds
                 verdict = False
@@ -105,7 +105,7 @@ class Rules:
     def violation(self, nodes: Nodes, text: bytes) -> tuple[str, str] | None:
         """The keyword that a part violates and its JSON pointer; None if there is none."""
         try:
-            value = json.loads(text)
+            value = json.loads(text.decode())
         except (ValueError, RecursionError):
             return None
         for node in nodes:

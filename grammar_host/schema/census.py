@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from grammar_host.schema.walk import subschemas
 from grammar_host.schema.weaken import UNKNOWN_TO_LLGUIDANCE
 
-ANNOTATIONS = frozenset(
-    {
-        "$anchor",
-        "$comment",
-        "$defs",
-        "$id",
-        "$schema",
-        "$vocabulary",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "default",
-        "definitions",
-        "deprecated",
-        "description",
-        "examples",
-        "id",
-        "readOnly",
-        "title",
-        "writeOnly",
-    }
-)
-"""Keywords that describe and do not constrain."""
-
-_KEYWORDS = ANNOTATIONS | frozenset(
+KEYWORDS = frozenset(
     {
         "$ref",
-        "additionalItems",
         "additionalProperties",
         "allOf",
         "anyOf",
         "const",
         "contains",
-        "dependencies",
-        "dependentRequired",
         "dependentSchemas",
         "else",
         "enum",
@@ -52,15 +26,15 @@ _KEYWORDS = ANNOTATIONS | frozenset(
         "if",
         "items",
         "maxContains",
-        "maximum",
         "maxItems",
         "maxLength",
         "maxProperties",
+        "maximum",
         "minContains",
-        "minimum",
         "minItems",
         "minLength",
         "minProperties",
+        "minimum",
         "multipleOf",
         "not",
         "oneOf",
@@ -75,17 +49,14 @@ _KEYWORDS = ANNOTATIONS | frozenset(
         "unevaluatedItems",
         "unevaluatedProperties",
         "uniqueItems",
-        "$dynamicRef",
-        "$recursiveRef",
-        "$dynamicAnchor",
-        "$recursiveAnchor",
     }
 )
+"""What constrains documents, in the words that `grammar_host.schema.rewrite` leaves."""
 
 _EXACT_FORMATS = frozenset({"ipv4", "uuid"})
 """The others have rules that regular expressions miss: leap years, lengths of labels, ..."""
 
-_XGRAMMAR_EXACT = ANNOTATIONS | frozenset(
+_XGRAMMAR_EXACT = frozenset(
     {
         "$ref",
         "additionalProperties",
@@ -106,13 +77,18 @@ _XGRAMMAR_EXACT = ANNOTATIONS | frozenset(
 
 
 def inexact_keywords(document: Any, backend: str) -> list[str]:
-    """JSON pointers of what an engine is not known to enforce exactly in a schema."""
+    """JSON pointers of what an engine is not known to enforce exactly.
+
+    Args:
+        document: what `grammar_host.schema.versions` offers to the engine.
+        backend: a key of `INEXACT`.
+    """
     inexact = INEXACT[backend]
     return [
         f"{pointer}/{keyword}"
         for pointer, node in subschemas(document)
         for keyword in node
-        if keyword in _KEYWORDS and inexact(node, keyword)
+        if keyword in KEYWORDS and inexact(node, keyword)
     ]
 
 
@@ -129,12 +105,11 @@ def _xgrammar(node: dict[str, Any], keyword: str) -> bool:
     return keyword not in _XGRAMMAR_EXACT
 
 
-def _exact(node: dict[str, Any], keyword: str) -> bool:
-    return False  # Outlines' adapter compiles only what it enforces
+def _outlines(node: dict[str, Any], keyword: str) -> bool:
+    return False  # its adapter compiles only what it enforces
 
 
-INEXACT: Mapping[str, Callable[[dict[str, Any], str], bool]] = {
-    "llguidance": _llguidance,
-    "outlines": _exact,
-    "xgrammar": _xgrammar,
-}
+INEXACT: Mapping[str, Callable[[dict[str, Any], str], bool]] = MappingProxyType(
+    {"llguidance": _llguidance, "outlines": _outlines, "xgrammar": _xgrammar}
+)
+"""By engine: whether it may enforce a keyword of a schema inexactly."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,11 @@ from grammar_host.errors import (
     UnsupportedGuideError,
     clean_reason,
 )
+from grammar_host.schema.references import localize_references, require_progress
+from grammar_host.schema.removal import Removal, caller_pointer
+from grammar_host.schema.shapes import check_extent, check_shapes
 from grammar_host.schema.strict import close_objects
-from grammar_host.schema.walk import escape, local_pointer, referred, resolve, subschemas
+from grammar_host.schema.walk import DEFINITIONS, escape, resolve, subschemas, unescape
 
 PARAM = "schema"
 """The field that errors about schemas name."""
@@ -25,20 +27,54 @@ PARAM = "schema"
 MAX_BACKTRACKS = 100_000
 """Steps that one regular expression with look-around may take on one string."""
 
-_DRAFTS = (
-    (jsonschema_rs.Draft202012, "https://json-schema.org/draft/2020-12/schema"),
-    (jsonschema_rs.Draft7, "http://json-schema.org/draft-07/schema#"),
-    (jsonschema_rs.Draft4, "http://json-schema.org/draft-04/schema#"),
-)
-"""How a schema that does not say its draft is read: as the newest draft that it is valid in."""
+MAX_CAUSES = 20
+"""Parts that are tried as the cause why nothing satisfies a schema."""
 
-_DRAFT_NUMBERS = {
-    jsonschema_rs.Draft4Validator: jsonschema_rs.Draft4,
-    jsonschema_rs.Draft6Validator: jsonschema_rs.Draft6,
-    jsonschema_rs.Draft7Validator: jsonschema_rs.Draft7,
-    jsonschema_rs.Draft201909Validator: jsonschema_rs.Draft201909,
-    jsonschema_rs.Draft202012Validator: jsonschema_rs.Draft202012,
+_ADDRESSES = {
+    20: "https://json-schema.org/draft/2020-12/schema",
+    19: "https://json-schema.org/draft/2019-09/schema",
+    7: "http://json-schema.org/draft-07/schema#",
+    6: "http://json-schema.org/draft-06/schema#",
+    4: "http://json-schema.org/draft-04/schema#",
 }
+"""A schema that does not say its draft is read as the newest one."""
+
+_SPELT_DIFFERENTLY = {
+    7: (["items"],),
+    4: (["items"], ["exclusiveMinimum"], ["exclusiveMaximum"]),
+}
+"""Unless a keyword has a form that only an older draft gives it."""
+
+_DRAFTS = {
+    jsonschema_rs.Draft4Validator: 4,
+    jsonschema_rs.Draft6Validator: 6,
+    jsonschema_rs.Draft7Validator: 7,
+    jsonschema_rs.Draft201909Validator: 19,
+    jsonschema_rs.Draft202012Validator: 20,
+}
+
+_SINCE = {
+    "const": 6,
+    "contains": 6,
+    "propertyNames": 6,
+    "if": 7,
+    "then": 7,
+    "else": 7,
+    "dependentRequired": 19,
+    "dependentSchemas": 19,
+    "minContains": 19,
+    "maxContains": 19,
+    "unevaluatedItems": 19,
+    "unevaluatedProperties": 19,
+    "prefixItems": 20,
+}
+"""The draft in which a keyword began to mean something."""
+
+_ANNOTATIONS = frozenset({"contentEncoding", "contentMediaType", "contentSchema"})
+"""Drafts 6 and 7 leave it to the implementation whether these are more; later they are not."""
+
+_ENGINE_OPTIONS = "x-guidance"
+"""LLGuidance would read options from it, among them to enforce less."""
 
 VALIDATION: dict[str, Any] = {
     "validate_formats": True,
@@ -50,11 +86,14 @@ VALIDATION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Schema:
-    """A schema that has been read: well formed, without outside references, closed if asked.
+    """A schema that has been read: well formed, local, closed if asked.
 
     Attributes:
-        document: the schema, with a `$schema` that names its draft. Not to be changed.
-        draft: the draft as jsonschema_rs numbers them: 4, 6, 7, 19, 20.
+        document: the schema with a `$schema` that names its draft, every reference a `$ref` to a
+            JSON pointer, and without keywords that mean nothing in its draft. What is left is
+            where it was, but for what references lead to in keywords that mean nothing
+            (`grammar_host.schema.removal`). Not to be changed.
+        draft: 4, 6, 7, 19 or 20 (2019-09, 2020-12).
         canonical: an equivalent schema in jsonschema_rs' normal form, in which most negations and
             combinations are worked out. Its properties are in alphabetical order.
         notes: what was decided while reading, in words.
@@ -79,12 +118,19 @@ def read_schema(document: Any, *, strict: bool = False) -> Schema:
         strict: close objects and tuples to what the schema does not mention.
 
     Raises:
-        InvalidGuideError: not a schema of any draft, or a reference to nothing.
-        UnsupportedGuideError: a reference to another document.
+        InvalidGuideError: not a schema of any draft, a reference to nothing, or a schema that
+            depends on itself for the same value.
+        UnsupportedGuideError: an unknown draft, or a reference to another document.
         EmptyLanguageError: no document satisfies it.
+        GrammarTooComplexError: its combinations would take a validator ages.
     """
     schema, notes = _with_draft(copy.deepcopy(document))
-    _check_references(schema)
+    draft = draft_of(schema)
+    localize_references(schema, draft, PARAM)
+    check_shapes(schema, PARAM)
+    _remove_meaningless(schema, draft)
+    require_progress(schema, PARAM)
+    check_extent(schema, PARAM)
     if strict:
         close_objects(schema)
     try:
@@ -95,50 +141,55 @@ def read_schema(document: Any, *, strict: bool = False) -> Schema:
     except (jsonschema_rs.ReferencingError, ValueError) as error:
         raise InvalidGuideError(PARAM, clean_reason(str(error))) from None
     if canonical.satisfiability() == jsonschema_rs.canonical.Satisfiability.NO:
-        raise _empty(schema)
-    return Schema(schema, canonical.draft, canonical.to_json_schema(), tuple(notes))
-
-
-def draft_of(document: Any) -> int:
-    """The number of the draft that a `Schema.document` is written in."""
-    return _DRAFT_NUMBERS[jsonschema_rs.validator_cls_for(document)]
-
-
-@functools.cache
-def knows_format(draft: int, name: str) -> bool:
-    """Whether a draft defines a format, so that it is more than an annotation."""
-    nonsense = "\x01 no format allows this \x7f"
-    return not jsonschema_rs.is_valid(
-        {"format": name}, nonsense, draft=draft, validate_formats=True
-    )
+        reason = "no document satisfies the schema"
+        raise EmptyLanguageError(PARAM, reason, pointer=_cause_of_emptiness(schema))
+    return Schema(schema, draft, canonical.to_json_schema(), tuple(notes))
 
 
 def _with_draft(schema: Any) -> tuple[Any, list[str]]:
     """The schema with a `$schema` that it is valid under, and what was assumed."""
     if not isinstance(schema, dict):
-        return {"$schema": _DRAFTS[0][1], **({} if schema else {"not": {}})}, []
-    declared = schema.get("$schema")
-    if isinstance(declared, str):
-        try:
-            jsonschema_rs.validator_cls_for(schema)
-            jsonschema_rs.meta.validate(schema)
-        except jsonschema_rs.ValidationError as error:
-            raise _keyword_error(error) from None
-        except (jsonschema_rs.ReferencingError, ValueError) as error:
-            pointer, reason = "/$schema", clean_reason(str(error))
-            raise UnsupportedGuideError(PARAM, reason, pointer=pointer) from None
+        return {"$schema": _ADDRESSES[20], **({} if schema else {"not": {}})}, []
+    if "$schema" in schema:
+        schema["$schema"] = _known_address(schema["$schema"])
+        error = _malformed(schema)
+        if error is not None:
+            raise _keyword_error(error)
         return schema, []
-    first: jsonschema_rs.ValidationError | None = None
-    for _, address in _DRAFTS:
-        schema["$schema"] = address
-        try:
-            jsonschema_rs.meta.validate(schema)
-        except jsonschema_rs.ValidationError as error:
-            first = first or error
-        else:
-            return schema, [] if first is None else [f"read as {address}, the draft it is valid in"]
-    assert first is not None
-    raise _keyword_error(first)
+    schema["$schema"] = _ADDRESSES[20]
+    error = first = _malformed(schema)
+    for draft, keywords in _SPELT_DIFFERENTLY.items():
+        if error is not None and first is not None and first.instance_path[-1:] in keywords:
+            schema["$schema"] = _ADDRESSES[draft]
+            error = _malformed(schema)
+    if error is not None and first is not None:
+        raise _keyword_error(first)
+    return schema, [] if first is None else [f"read as {schema['$schema']}, as it is written"]
+
+
+def _known_address(address: Any) -> str:
+    """The one spelling of a draft's address; others would be fetched, or read as the newest."""
+    if not isinstance(address, str):
+        raise InvalidGuideError(PARAM, "the address of a draft is a string", pointer="/$schema")
+    bare = address.removesuffix("#").removeprefix("https://").removeprefix("http://")
+    for known in _ADDRESSES.values():
+        if bare == known.removesuffix("#").partition("://")[2]:
+            return known
+    raise UnsupportedGuideError(
+        PARAM, "served are drafts 4, 6, 7, 2019-09 and 2020-12", pointer="/$schema"
+    )
+
+
+def _malformed(schema: Any) -> jsonschema_rs.ValidationError | None:
+    try:
+        jsonschema_rs.meta.validate(schema)
+    except jsonschema_rs.ValidationError as error:
+        return error
+    return None
+
+
+def draft_of(document: Any) -> int:
+    return _DRAFTS[jsonschema_rs.validator_cls_for(document)]
 
 
 def _keyword_error(error: jsonschema_rs.ValidationError) -> InvalidGuideError:
@@ -146,61 +197,54 @@ def _keyword_error(error: jsonschema_rs.ValidationError) -> InvalidGuideError:
     return InvalidGuideError(PARAM, clean_reason(error.message), pointer=pointer)
 
 
-def _check_references(document: Any) -> None:
-    """Refuses references that lead outside, to nothing, or back to where they stand."""
-    anchored = _anchors(document)
-    for pointer, schema in subschemas(document):
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            reference = schema.get(keyword)
-            if not isinstance(reference, str):
-                continue
-            target = local_pointer(reference)
-            if target is None:
-                if reference.partition("#")[0] and not anchored:
-                    raise UnsupportedGuideError(
-                        PARAM,
-                        f"{json.dumps(reference)} leads to another document; include it here",
-                        pointer=f"{pointer}/{keyword}",
-                    )
-                continue
-            try:
-                resolve(document, target)
-            except KeyError:
-                if not anchored:
-                    reason = f"{json.dumps(reference)} leads to nothing"
-                    raise InvalidGuideError(PARAM, reason, pointer=f"{pointer}/{keyword}") from None
-        if _requires_itself(document, schema):
-            raise EmptyLanguageError(PARAM, "requires itself, without an end", pointer=pointer)
+def _remove_meaningless(document: Any, draft: int) -> None:
+    """Removes what engines could take for more than it is."""
+    removal = Removal(document)
+    for pointer, schema in list(subschemas(document)):
+        for keyword in [keyword for keyword in schema if _means_nothing(schema, keyword, draft)]:
+            removal.remove(pointer, schema, keyword)
+        if pointer and "$schema" in schema:
+            del schema["$schema"]
+    removal.finish()
 
 
-def _anchors(document: Any) -> bool:
-    """Whether references may be relative to something other than the root."""
-    return any(
-        isinstance(schema.get(keyword), str) and (pointer or keyword == "$anchor")
-        for pointer, schema in subschemas(document)
-        for keyword in ("$id", "id", "$anchor", "$dynamicAnchor")
+def _means_nothing(schema: dict[str, Any], keyword: str, draft: int) -> bool:
+    if keyword == _ENGINE_OPTIONS or keyword in _ANNOTATIONS or draft < _SINCE.get(keyword, 0):
+        return True
+    if draft <= 7 and "$ref" in schema:
+        return keyword not in ("$ref", "$schema", *DEFINITIONS)
+    if keyword == "additionalItems":
+        return not isinstance(schema.get("items"), list)
+    if keyword in ("minContains", "maxContains"):
+        return "contains" not in schema
+    if keyword in ("then", "else"):
+        return "if" not in schema
+    return keyword == "format" and not _knows_format(draft, schema["format"])
+
+
+@functools.cache
+def _knows_format(draft: int, name: str) -> bool:
+    """Whether a draft defines a format, so that it is more than an annotation."""
+    nonsense = "\x01 {[( no format allows this \x7f"
+    return not jsonschema_rs.is_valid(
+        {"format": name}, nonsense, draft=draft, validate_formats=True
     )
 
 
-def _requires_itself(document: Any, schema: dict[str, Any]) -> bool:
-    """Whether following references and `allOf` alone leads back to the schema."""
-    seen: set[int] = set()
-    queue = [schema]
-    while queue:
-        current = queue.pop()
-        required = list(current.get("allOf", ()))
-        required.append(referred(document, current))
-        for item in required:
-            if item is schema:
-                return True
-            if isinstance(item, dict) and id(item) not in seen:
-                seen.add(id(item))
-                queue.append(item)
-    return False
-
-
-def _empty(schema: Any) -> EmptyLanguageError:
-    """The error for a schema that nothing satisfies, with the innermost cause."""
-    causes = jsonschema_rs.canonical.find_unsatisfiable(schema, offline=True)
-    pointer = max(causes, key=len, default=None)
-    return EmptyLanguageError(PARAM, "no document satisfies the schema", pointer=pointer)
+def _cause_of_emptiness(schema: Any) -> str | None:
+    """The innermost part without which there would be documents."""
+    causes = jsonschema_rs.canonical.find_unsatisfiable(schema, **VALIDATION)
+    for pointer in sorted(causes, key=lambda pointer: -pointer.count("/"))[:MAX_CAUSES]:
+        freed = copy.deepcopy(schema)
+        parent, _, token = pointer.rpartition("/")
+        if not pointer:
+            break
+        container = resolve(freed, parent)
+        if isinstance(container, list):
+            container[int(token)] = {}
+        else:
+            container[unescape(token)] = {}
+        canonical = jsonschema_rs.canonicalize(freed, **VALIDATION)
+        if canonical.satisfiability() != jsonschema_rs.canonical.Satisfiability.NO:
+            return caller_pointer(pointer)
+    return ""

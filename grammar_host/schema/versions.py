@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from grammar_host.schema.census import inexact_keywords
 from grammar_host.schema.order import restore_property_order
 from grammar_host.schema.reading import Schema
-from grammar_host.schema.rewrite import lower_for_llguidance, simplify
+from grammar_host.schema.rewrite import lower_for_llguidance, modernize
 from grammar_host.schema.weaken import (
     any_for_one,
     in_any_order,
-    leave_out_failing,
+    leave_out_beside_circles,
+    leave_out_large_numbers,
     leave_out_unknown,
 )
 
@@ -32,33 +33,27 @@ class Version:
     inexact: tuple[str, ...]
 
 
-def versions(schema: Schema, backend: str, compiles: Callable[[Any], bool]) -> Iterator[Version]:
+def versions(schema: Schema, backend: str) -> Iterator[Version]:
     """What to offer to an engine, until it compiles one.
 
     Args:
         schema: what the caller asked for.
-        backend: the engine's name.
-        compiles: whether the engine compiles a schema (for a search in the last resort).
+        backend: the engine's name, a key of `INEXACT`.
     """
-    simple = simplify(schema)
+    simple = modernize(schema.document)
     if backend != "llguidance":
         yield _version(simple, [], backend)
         return
-    simple = lower_for_llguidance(simple)
-    yield _version(simple, [], backend)
+    simple, rounded = leave_out_large_numbers(lower_for_llguidance(simple))
+    yield _version(simple, rounded, backend)
     canonical = restore_property_order(schema.canonical, schema.document)
-    canonical = lower_for_llguidance(canonical)
-    yield _version(canonical, [], backend)
-    for document in (canonical, simple):
-        document, missing = leave_out_unknown(document)
-        document, unordered = in_any_order(document)
-        missing += unordered
-        yield _version(document, missing, backend)
-        document, approximated = any_for_one(document)
-        missing += approximated
-        yield _version(document, missing, backend)
-    document, failing = leave_out_failing(document, compiles)
-    yield _version(document, missing + failing, backend)
+    canonical, also_rounded = leave_out_large_numbers(lower_for_llguidance(modernize(canonical)))
+    yield _version(canonical, also_rounded, backend)
+    for document, missing in ((canonical, also_rounded), (simple, rounded)):
+        for weaken in (leave_out_unknown, in_any_order, any_for_one, leave_out_beside_circles):
+            document, left_out = weaken(document)
+            missing = missing + left_out
+            yield _version(document, missing, backend)
 
 
 def _version(document: Any, missing: list[str], backend: str) -> Version:

@@ -1,19 +1,22 @@
-"""Leaving out of a schema what an engine cannot express; the completion gate checks it instead."""
+"""Leaving out of a schema what an engine cannot express; the completion gate checks it instead.
+
+Every function takes a schema in the words of draft 2020-12 (`grammar_host.schema.rewrite`) and
+returns a new one that every valid document satisfies, with the JSON pointers of what is missing.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
-from grammar_host.schema.walk import children, local_pointer, referred, subschemas
+from grammar_host.schema.removal import Removal
+from grammar_host.schema.walk import children, escape, referred, subschemas
 
 UNKNOWN_TO_LLGUIDANCE = frozenset(
     {
         "contains",
-        "dependencies",
-        "dependentRequired",
         "dependentSchemas",
         "else",
         "if",
@@ -27,6 +30,19 @@ UNKNOWN_TO_LLGUIDANCE = frozenset(
         "uniqueItems",
     }
 )
+MAX_EXACT = 2**53
+"""From here on floats are no longer exact."""
+
+_HOLD_NUMBERS = (
+    "const",
+    "enum",
+    "exclusiveMaximum",
+    "exclusiveMinimum",
+    "maximum",
+    "minimum",
+    "multipleOf",
+)
+
 LLGUIDANCE_FORMATS = frozenset(
     {
         "date",
@@ -37,48 +53,61 @@ LLGUIDANCE_FORMATS = frozenset(
         "ipv4",
         "ipv6",
         "time",
-        "unknown",
         "uri",
         "uuid",
     }
 )
-MAX_TRIALS = 200
-"""Compilations that the search for the failing parts of one schema may take."""
 
 
 def leave_out_unknown(document: Any) -> tuple[Any, list[str]]:
-    """Without the keywords and formats that LLGuidance does not know.
-
-    Returns:
-        A new document and the JSON pointers of what is missing from it.
-    """
+    """Without the keywords and formats that LLGuidance does not know or cannot combine."""
     document = copy.deepcopy(document)
+    removal = Removal(document)
     missing = []
-    for pointer, node in subschemas(document):
-        for keyword in sorted(UNKNOWN_TO_LLGUIDANCE & set(node)):
-            del node[keyword]
+    for pointer, node in list(subschemas(document)):
+        for keyword in list(_unknown_keywords(node)):
+            removal.remove(pointer, node, keyword)
             missing.append(f"{pointer}/{keyword}")
-        if "format" in node and node["format"] not in LLGUIDANCE_FORMATS:
-            del node["format"]
-            missing.append(f"{pointer}/format")
-        if _counts_optional_properties(node):
-            for keyword in ("minProperties", "maxProperties"):
-                if node.pop(keyword, None) is not None:
-                    missing.append(f"{pointer}/{keyword}")
-        if referred(document, node) is not None:
-            missing.extend(_leave_out_siblings(document, pointer, node))
+        missing.extend(f"{pointer}{path}" for path in _leave_out_overlaps(node))
+    removal.finish()
     return document, missing
 
 
-def any_for_one(document: Any) -> tuple[Any, list[str]]:
-    """With `anyOf` for every `oneOf`; returns a new document and the JSON pointers."""
+def leave_out_large_numbers(document: Any) -> tuple[Any, list[str]]:
+    """Without numbers that LLGuidance, which computes in floats, would round (or crash on)."""
     document = copy.deepcopy(document)
+    removal = Removal(document)
     missing = []
-    for pointer, node in subschemas(document):
-        branches = node.pop("oneOf", None)
-        if branches is not None:
+    for pointer, node in list(subschemas(document)):
+        for keyword in _HOLD_NUMBERS:
+            if keyword in node and _has_large_number(node[keyword]):
+                removal.remove(pointer, node, keyword)
+                missing.append(f"{pointer}/{keyword}")
+    removal.finish()
+    return document, missing
+
+
+def _has_large_number(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large_number, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large_number, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) >= MAX_EXACT or "e" in repr(value)
+
+
+def any_for_one(document: Any) -> tuple[Any, list[str]]:
+    """With `anyOf` for every `oneOf`."""
+    document = copy.deepcopy(document)
+    removal = Removal(document)
+    missing = []
+    for pointer, node in list(subschemas(document)):
+        if "oneOf" in node:
+            branches = removal.remove(pointer, node, "oneOf")
             node["allOf"] = [*node.get("allOf", ()), {"anyOf": branches}]
             missing.append(f"{pointer}/oneOf")
+    removal.finish()
     return document, missing
 
 
@@ -87,129 +116,109 @@ def in_any_order(document: Any) -> tuple[Any, list[str]]:
 
     LLGuidance fixes the order of `properties`, but not of names that match `patternProperties`.
     Objects that have both keep their order.
-
-    Returns:
-        A new document and the JSON pointers of the `required` that are missing from it.
     """
     document = copy.deepcopy(document)
+    removal = Removal(document)
     missing = []
-    for pointer, node in subschemas(document):
-        properties = node.get("properties")
-        if not isinstance(properties, dict) or not properties or node.get("patternProperties"):
+    for pointer, node in list(subschemas(document)):
+        if not node.get("properties") or node.get("patternProperties"):
             continue
-        del node["properties"]
+        properties = removal.remove(pointer, node, "properties")
         node["patternProperties"] = {
             f"^{re.escape(name)}$": properties[name] for name in properties
         }
         if node.pop("required", None):
             missing.append(f"{pointer}/required")
+    removal.finish()
     return document, missing
 
 
-def leave_out_failing(document: Any, compiles: Callable[[Any], bool]) -> tuple[Any, list[str]]:
-    """With `true`, or its bare type, for every smallest subschema that does not compile.
-
-    Args:
-        document: a schema that does not compile.
-        compiles: whether an engine compiles a schema.
-
-    Returns:
-        A new document and the JSON pointers of what is missing from it. It may still not compile,
-        if the search took too long.
-    """
+def leave_out_beside_circles(document: Any) -> tuple[Any, list[str]]:
+    """Without what stands beside a reference that leads in a circle, which LLGuidance refuses."""
     document = copy.deepcopy(document)
-    return document, _Search(document, compiles).run()
+    removal = Removal(document)
+    missing = []
+    for pointer, node in list(subschemas(document)):
+        circle = _circle(document, node)
+        beside = sorted(_RULES & set(node))
+        if circle is None or not beside:
+            continue
+        for keyword in beside:
+            removal.remove(pointer, node, keyword)
+            missing.append(f"{pointer}/{keyword}")
+        node["$ref"] = circle
+    removal.finish()
+    return document, missing
 
 
-class _Search:
-    def __init__(self, document: Any, compiles: Callable[[Any], bool]) -> None:
-        self._document = document
-        self._compiles = compiles
-        self._trials = 0
-        self._missing: list[str] = []
-        self._visited: set[int] = set()
-
-    def run(self) -> list[str]:
-        self._repair("", self._document)
-        return self._missing
-
-    def _repair(self, pointer: str, node: Any) -> None:
-        if not isinstance(node, dict) or id(node) in self._visited or self._works(pointer):
-            return
-        self._visited.add(id(node))
-        nested = [(pointer + path, child) for path, child in children(node)]
-        nested.append((local_pointer(node.get("$ref")) or "", referred(self._document, node)))
-        for path, child in nested:
-            self._repair(path, child)
-        if nested and self._works(pointer):
-            return
-        kept = {keyword: node[keyword] for keyword in ("type", *_ROOT_KEYWORDS) if keyword in node}
-        node.clear()
-        node.update(kept)
-        self._missing.append(pointer)
-
-    def _works(self, pointer: str) -> bool:
-        if self._trials >= MAX_TRIALS:
-            return True
-        self._trials += 1
-        if not pointer:
-            return self._compiles(self._document)
-        root = self._document
-        kept = {keyword: root[keyword] for keyword in _ROOT_KEYWORDS if keyword in root}
-        return self._compiles({**kept, "$ref": "#/x-root" + pointer, "x-root": root})
-
-
-_ROOT_KEYWORDS = ("$schema", "$defs", "definitions")
-
-
-def _counts_optional_properties(node: dict[str, Any]) -> bool:
-    if "minProperties" not in node and "maxProperties" not in node:
-        return False
+def _unknown_keywords(node: dict[str, Any]) -> Iterator[str]:
+    yield from sorted(UNKNOWN_TO_LLGUIDANCE & set(node))
+    if "format" in node and node["format"] not in LLGUIDANCE_FORMATS:
+        yield "format"
     required = node.get("required", ())
-    return any(name not in required for name in node.get("properties", ()))
+    if any(name not in required for name in node.get("properties", ())):
+        # LLGuidance counts additional properties only.
+        yield from (keyword for keyword in ("minProperties", "maxProperties") if keyword in node)
 
 
-def _leave_out_siblings(document: Any, pointer: str, node: dict[str, Any]) -> list[str]:
-    """A reference in a circle cannot have rules beside it in LLGuidance."""
-    beside = sorted(
-        keyword for keyword in node if keyword in _RULES_BESIDE_REFERENCES and keyword != "$ref"
-    )
-    if not beside or not _leads_back(document, node):
-        return []
-    for keyword in beside:
-        del node[keyword]
-    return [f"{pointer}/{keyword}" for keyword in beside]
+def _leave_out_overlaps(node: dict[str, Any]) -> list[str]:
+    """Rules for names by pattern, where a listed name matches, too: both would have to hold."""
+    ruled, properties = node.get("patternProperties", {}), node.get("properties", {})
+    overlapping = [
+        pattern
+        for pattern, schema in ruled.items()
+        if schema is not True and any(_may_match(pattern, name) for name in properties)
+    ]
+    if overlapping:
+        node["patternProperties"] = {**ruled, **dict.fromkeys(overlapping, True)}
+    return [f"/patternProperties/{escape(pattern)}" for pattern in overlapping]
 
 
-_RULES_BESIDE_REFERENCES = frozenset(
+def _may_match(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # another dialect
+        return True
+
+
+_RULES = frozenset(
     {
-        "type",
-        "enum",
-        "const",
-        "properties",
-        "required",
         "additionalProperties",
-        "patternProperties",
-        "items",
-        "prefixItems",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
         "allOf",
         "anyOf",
-        "oneOf",
-        "minProperties",
+        "const",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "items",
+        "maxItems",
+        "maxLength",
         "maxProperties",
+        "maximum",
+        "minItems",
+        "minLength",
+        "minProperties",
+        "minimum",
+        "multipleOf",
+        "oneOf",
+        "pattern",
+        "patternProperties",
+        "prefixItems",
+        "properties",
+        "required",
+        "type",
     }
 )
+"""What LLGuidance intersects with what it finds beside it."""
+
+
+def _circle(document: Any, node: dict[str, Any]) -> str | None:
+    """The reference of a schema, or of a branch of its `allOf`, that leads back to itself."""
+    for branch in (node, *node.get("allOf", ())):
+        if isinstance(branch, dict) and "$ref" in branch and _leads_back(document, branch):
+            return str(branch["$ref"])
+    return None
 
 
 def _leads_back(document: Any, node: dict[str, Any]) -> bool:
@@ -224,7 +233,7 @@ def _leads_back(document: Any, node: dict[str, Any]) -> bool:
         seen.add(id(node))
         nested = [child for _, child in children(node)]
         nested.append(referred(document, node))
-        if start is not None and any(child is start for child in nested):
+        if any(child is start for child in nested):
             return True
         queue.extend(nested)
     return False

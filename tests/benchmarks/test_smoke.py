@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, overlap, perplexity
+from benchmarks import decode, fill, overlap, perplexity
 from benchmarks.common import interleaved, medians
 from gkv_jax import CacheSpec
 from gkv_jax.weights import LoadedModel
@@ -63,6 +63,21 @@ def test_overlap(tiny: LoadedModel) -> None:
     overlap.report(results)
     assert {tuple(by_fill) for by_fill in results.values()} == {(overlap.NO_MASK, "0", "2")}
     assert set(results) == {"device", "host"}
+
+
+def test_fill(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill.run(tiny, slots=3, rounds=1, folder=tmp_path)
+    assert "advance + fill, ms" in capsys.readouterr().out
+    tasks = json.loads((tmp_path / "fill.json").read_text())["tasks"]
+    assert {name: [*engines] for name, engines in tasks.items()} == {
+        "object": ["llguidance", "xgrammar", "outlines"],
+        "long pattern": ["llguidance", "xgrammar", "outlines"],
+        "recursive EBNF": ["llguidance", "xgrammar"],
+        "all three": ["llguidance", "xgrammar"],
+    }
+    for engines in tasks.values():
+        for by_threads in engines.values():
+            assert all(figure > 0 for each in by_threads.values() for figure in each.values())
 
 
 def test_perplexity(tiny: LoadedModel, tmp_path: Path) -> None:

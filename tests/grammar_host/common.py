@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grammar_host import (
+    SERVED_BACKENDS,
     GrammarCompiler,
     GrammarMatcher,
     Guide,
     TokenizerInfo,
     allocate_token_bitmask,
 )
+from grammar_host.backends.base import Backend, CompiledGuide
 from grammar_host.backends.scripted import Script, ScriptedBackend
+from grammar_host.guide import GuideKind
 
 PIECES = (
     b'{"',
@@ -64,8 +68,8 @@ def tokenizer_info(size: int = VOCAB_SIZE) -> TokenizerInfo:
 
 
 @functools.cache
-def compiler(size: int = VOCAB_SIZE) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer_info(size), cache_limit_bytes=10**8)
+def compiler(size: int = VOCAB_SIZE, backend: str = "auto") -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_info(size), backend, cache_limit_bytes=10**8, isolation="none")
 
 
 PERSON = {
@@ -118,14 +122,47 @@ def scripted_matcher(
     return GrammarMatcher(engine, size, stops)
 
 
-MATCHERS: dict[str, Callable[[], GrammarMatcher]] = {
-    **{
-        name: functools.partial(lambda guide: compiler().compile(guide).matcher(), guide)
-        for name, guide in GUIDES.items()
-    },
-    "scripted": lambda: scripted_matcher(SCRIPT),
+ENGINES: Mapping[str, frozenset[str]] = {
+    "llguidance": frozenset(get_args(GuideKind)) - {"structural_tag"},
+    "xgrammar": frozenset(get_args(GuideKind)),
+    "outlines": frozenset({"choice", "regex"}),  # no numbers in schemas: see its own tests
 }
-"""One matcher of every engine and kind of guide, for the tests that must hold for all."""
+"""The kinds of guides that each engine serves. An engine joins the suite by one line here."""
+
+
+@functools.cache
+def engine(name: str, size: int = VOCAB_SIZE) -> Backend:
+    return SERVED_BACKENDS[name](tokenizer_info(size))
+
+
+@functools.cache
+def compiled(engine_name: str, guide: Guide, size: int = VOCAB_SIZE) -> CompiledGuide:
+    return engine(engine_name, size).compile(guide)
+
+
+def engine_matcher(
+    engine_name: str, guide: Guide, stop_token_ids: Iterable[int] = (), size: int = VOCAB_SIZE
+) -> GrammarMatcher:
+    """A generation inside one engine, with nothing between it and the matcher."""
+    stops = frozenset({STOP, *stop_token_ids})
+    return GrammarMatcher(compiled(engine_name, guide, size).new_matcher(stops), size, stops)
+
+
+ENGINE_MATCHERS: dict[str, Callable[[], GrammarMatcher]] = {
+    f"{name}-{key}": functools.partial(engine_matcher, name, guide)
+    for name, kinds in ENGINES.items()
+    for key, guide in GUIDES.items()
+    if guide.kind in kinds
+} | {"scripted": lambda: scripted_matcher(SCRIPT)}
+"""A matcher of every engine and every kind of guide that it serves: what holds for all."""
+
+MATCHERS: dict[str, Callable[[], GrammarMatcher]] = {
+    key: functools.partial(
+        engine_matcher, next(name for name in ENGINES if guide.kind in ENGINES[name]), guide
+    )
+    for key, guide in GUIDES.items()
+} | {"scripted": lambda: scripted_matcher(SCRIPT)}
+"""One matcher of every kind of guide, for the tests of what does not depend on the engine."""
 
 
 def mask(matcher: GrammarMatcher) -> NDArray[np.int32]:

@@ -189,6 +189,16 @@ def test_every_row_of_a_mixed_batch_equals_the_row_of_a_batch_of_one(names, data
             assert list(enabled[slot]) == [0, 0]
 
 
+def test_the_last_bit_of_a_word_counts_as_a_legal_token():
+    batch = GuidedBatch(1, 1, VOCAB_SIZE)
+    batch.admit(0, scripted_matcher(Script.of([{31}, {63}])))
+    batch.propose(0, [31])
+    masks, _ = fill(batch)
+    assert [legal_row(row) for row in masks[0]] == [[31], [63]]
+    assert batch.failure(0) is None
+    assert batch.advance(0, [31, 63]) == 2
+
+
 def test_a_dead_end_fails_its_slot_only():
     batch = GuidedBatch(3, 1, VOCAB_SIZE)
     dead = Script(LETTERS.allowed, dead_end_at=1)

@@ -8,15 +8,19 @@ import pytest
 
 from grammar_host import (
     SERVED_BACKENDS,
+    CompileCrashError,
+    CompileServiceError,
+    CompileTimeoutError,
     EmptyLanguageError,
     GrammarCompiler,
+    GrammarTooComplexError,
     Guide,
     InvalidGuideError,
 )
 from grammar_host.backends.base import Backend, CompiledGuide
 from grammar_host.backends.scripted import Script, ScriptedBackend, ScriptedMatcher
 from grammar_host.compiler import CACHE_LIMIT_VARIABLE, cache_limit_from_environment
-from tests.grammar_host.common import SCRIPT, STOP, legal, tokenizer_info
+from tests.grammar_host.common import SCRIPT, STOP, accepts, legal, tokenizer_info
 
 
 class CountingBackend(Backend):
@@ -86,7 +90,7 @@ def test_what_is_larger_than_the_cache_is_served_and_evicts_nothing():
 
 @pytest.mark.parametrize("text", ["good", "bad"])
 def test_concurrent_compilations_of_one_guide_are_coalesced(text):
-    backend = CountingBackend(seconds=0.05)
+    backend = CountingBackend(seconds=0.2)
     compiler = counting_compiler(0, backend)  # no cache: only coalescing can save work
 
     def compile_one(_):
@@ -103,31 +107,147 @@ def test_concurrent_compilations_of_one_guide_are_coalesced(text):
     assert len(backend.compiled) == 1
     assert all(result == results[0] for result in results)
     assert (results[0] == "regex: it says so") == (text == "bad")
-    compile_one(0)  # neither result nor error was kept
-    assert len(backend.compiled) == 2
+    compile_one(0)  # the error is remembered, the result is not
+    assert len(backend.compiled) == (1 if text == "bad" else 2)
+    assert compiler.stats().coalesced == 7
 
 
-def test_different_guides_compile_at_the_same_time():
-    backend = CountingBackend(seconds=0.1)
-    compiler = counting_compiler(10**6, backend)
-    started = time.perf_counter()
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda text: compiler.compile(Guide.regex(text)), "abcdef"))
-    assert time.perf_counter() - started < 0.5
-    assert compiler.cache_bytes == 6 * 101
+class MeetingBackend(Backend):
+    """Compiles nothing until two threads are at it."""
+
+    name = "meeting"
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        self._barrier.wait(timeout=20)
+        return CompiledGuide(lambda stops: ScriptedMatcher(SCRIPT, stops), 1)
+
+
+def test_different_guides_compile_at_the_same_time_and_off_the_callers_thread():
+    compiler = GrammarCompiler(tokenizer_info(), MeetingBackend())
+    futures = [compiler.submit(Guide.regex(text)) for text in "ab"]
+    assert [future.result().guide.text for future in futures] == ["a", "b"]
 
 
 def test_many_threads_on_the_real_engine():
-    compiler = GrammarCompiler(tokenizer_info(), cache_limit_bytes=20_000)
+    compiler = GrammarCompiler(tokenizer_info(), "xgrammar", cache_limit_bytes=20_000)
     guides = [Guide.regex(f"a{{{n}}}[bc]+") for n in range(1, 9)] * 6
     with ThreadPoolExecutor(6) as pool:
         grammars = list(pool.map(compiler.compile, guides))
     for guide, grammar in zip(guides, grammars, strict=True):
         assert grammar.guide == guide
         assert grammar.backend == "xgrammar"
+        assert grammar.exact
         assert grammar.compile_seconds > 0
+        assert grammar.plan_seconds > 0
         assert 97 in legal(grammar.matcher())
     assert 0 < compiler.cache_bytes <= 20_000
+    stats = compiler.stats()
+    assert stats.cache_hits + stats.cache_misses + stats.coalesced == 48
+    assert stats.service is not None
+    assert stats.service.crashed == stats.service.timed_out == 0
+    compiler.close()
+
+
+def test_failures_are_remembered_briefly(monkeypatch):
+    backend = CountingBackend()
+    compiler = counting_compiler(10**6, backend)
+    bad = Guide.regex("bad")
+    for _ in range(3):
+        with pytest.raises(InvalidGuideError, match="it says so"):
+            compiler.compile(bad)
+    assert backend.compiled == ["bad"]
+    assert (compiler.stats().cache_misses, compiler.stats().failures) == (1, 1)
+    monkeypatch.setattr("grammar_host.compiler.FAILURE_SECONDS", 0.0)
+    with pytest.raises(InvalidGuideError):
+        compiler.compile(bad)
+    assert backend.compiled == ["bad", "bad"]
+
+
+def test_remembered_failures_are_bounded(monkeypatch):
+    monkeypatch.setattr("grammar_host.compiler.MAX_FAILURES", 2)
+    backend = RefusingBackend()
+    compiler = GrammarCompiler(tokenizer_info(), backend)
+    for text in "abcabc":
+        with pytest.raises(InvalidGuideError):
+            compiler.compile(Guide.regex(text))
+    assert backend.compiled == 6
+
+
+class RefusingBackend(Backend):
+    name = "refusing"
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        self.compiled += 1
+        raise InvalidGuideError(guide.param, "always")
+
+
+_TEXT = {"type": "string", "pattern": "^[a-z]{3,60}$", "maxLength": 50}
+_INNER = {"type": "object", "properties": {f"p{n}": _TEXT for n in range(20)}}
+SLOW = Guide.json_schema({"type": "object", "properties": {f"q{n}": _INNER for n in range(40)}})
+"""XGrammar needs seconds for it."""
+
+
+def test_a_compilation_is_stopped_at_its_deadline_and_others_are_not_disturbed():
+    compiler = GrammarCompiler(tokenizer_info(), "xgrammar", timeout_s=1.0)
+    compiler.compile(Guide.regex("warm"))  # a worker with the engine is ready
+    slow = compiler.submit(SLOW)
+    others = [compiler.submit(Guide.regex(f"a{n}")) for n in range(5)]
+    assert [other.result().backend for other in others] == ["xgrammar"] * 5
+    with pytest.raises(CompileTimeoutError, match="schema") as info:
+        slow.result()
+    assert (info.value.code, info.value.param) == ("grammar_compile_timeout", "schema")
+    assert compiler.compile(Guide.regex("after")).backend == "xgrammar"
+    stats = compiler.stats().service
+    assert stats is not None
+    assert (stats.timed_out, stats.crashed) == (1, 0)
+    compiler.close()
+
+
+def test_a_compilation_is_stopped_at_the_memory_limit():
+    compiler = GrammarCompiler(tokenizer_info(), "outlines", memory_limit_bytes=10**8)
+    with pytest.raises(GrammarTooComplexError) as info:
+        compiler.compile(Guide.regex("(a|b)*a(a|b){20}"))  # 2²⁰ states once it is deterministic
+    assert info.value.code == "grammar_too_complex"
+    assert compiler.compile(Guide.regex("ab")).backend == "outlines"
+    compiler.close()
+
+
+class BuggyBackend(Backend):
+    name = "buggy"
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        raise KeyError("oops")
+
+
+def test_bugs_are_errors_of_their_guide():
+    compiler = GrammarCompiler(tokenizer_info(), BuggyBackend())
+    with pytest.raises(CompileCrashError, match="internal KeyError") as info:
+        compiler.compile(Guide.regex("a"))
+    assert (info.value.code, info.value.param) == ("grammar_compile_crash", "regex")
+    assert isinstance(info.value.__cause__, KeyError)
+
+
+def test_an_engine_that_crashes_leaves_the_guide_to_the_next_one():
+    # Rounding to a float makes one engine negate the smallest integer there is.
+    guide = Guide.json_schema({"type": "integer", "const": -9223372036854775800})
+    compiler = GrammarCompiler(tokenizer_info())
+    assert accepts(compiler.compile(guide).matcher(), "-9223372036854775800")
+    compiler.close()
+
+
+def test_after_close_guides_are_refused_and_nothing_hangs():
+    compiler = GrammarCompiler(tokenizer_info())
+    grammar = compiler.compile(Guide.regex("a+"))
+    compiler.close()
+    assert compiler.compile(Guide.regex("a+")) is grammar
+    with pytest.raises(CompileServiceError):
+        compiler.compile(Guide.regex("b+"))
 
 
 @pytest.mark.parametrize(("text", "limit"), [("2", 2 * 10**9), ("0.5", 5 * 10**8), ("0", 0)])
@@ -148,25 +268,41 @@ def test_an_invalid_cache_limit_is_refused(monkeypatch, text):
         GrammarCompiler(tokenizer_info(), cache_limit_bytes=-1)
 
 
-@pytest.mark.parametrize("name", ["llguidance", "outlines", "nonsense", ""])
+@pytest.mark.parametrize("name", ["guidance", "nonsense", ""])
 def test_engines_that_are_not_served_are_named_with_those_that_are(name):
     for refuse in (
         lambda: GrammarCompiler(tokenizer_info(), name),
         lambda: GrammarCompiler(tokenizer_info()).compile(Guide.json(), backend=name),
     ):
-        with pytest.raises(ValueError, match="served are: auto, xgrammar"):
+        with pytest.raises(InvalidGuideError, match="served are: auto, xgrammar") as info:
             refuse()
+        assert (info.value.param, info.value.code) == ("backend", "invalid_backend")
 
 
 def test_the_engine_can_be_chosen_per_guide():
     compiler = GrammarCompiler(tokenizer_info(), ScriptedBackend(SCRIPT))
     guide = Guide.choice(["x"])
     assert compiler.compile(guide).backend == "scripted"
-    for name in ("auto", *SERVED_BACKENDS):
+    for name in SERVED_BACKENDS:
         grammar = compiler.compile(guide, backend=name)
-        assert grammar.backend == "xgrammar"
+        assert grammar.backend == name
         assert legal(grammar.matcher()) == [ord("x")]
+    assert compiler.compile(guide, backend="auto").backend == "llguidance"
     assert legal(compiler.compile(guide, backend="scripted").matcher()) == [97, 98]
+    compiler.close()
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_a_schema_says_how_it_is_enforced(isolation):
+    compiler = GrammarCompiler(tokenizer_info(), isolation=isolation)
+    exact = compiler.compile(Guide.json_schema({"type": "integer", "minimum": 3}))
+    assert (exact.backend, exact.exact, exact.notes) == ("llguidance", True, ())
+    gated = compiler.compile(Guide.json_schema({"type": "array", "uniqueItems": True}))
+    assert not gated.exact
+    assert "/uniqueItems" in gated.notes[0]
+    assert accepts(gated.matcher(), "[1,2]")
+    assert not accepts(gated.matcher(), "[1,1]")
+    compiler.close()
 
 
 def test_a_grammar_without_a_first_token_is_refused():

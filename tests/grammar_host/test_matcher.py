@@ -1,4 +1,7 @@
-"""The contract of a matcher, the same for every engine and every kind of guide."""
+"""The contract of a matcher, the same for every engine and every kind of guide.
+
+Masks are compared within an engine only: engines agree on languages, but not on every bit.
+"""
 
 import numpy as np
 import pytest
@@ -7,13 +10,16 @@ from hypothesis import strategies as st
 
 from grammar_host import GrammarMatcher, Guide, allocate_token_bitmask, bitmask_words
 from tests.grammar_host.common import (
-    MATCHERS,
+    ENGINE_MATCHERS,
+    ENGINES,
+    GUIDES,
     SCRIPT,
     STOP,
     TOOL,
     VOCAB_SIZE,
     bits,
     compiler,
+    engine_matcher,
     legal,
     mask,
     scripted_matcher,
@@ -23,7 +29,8 @@ from tests.grammar_host.common import (
 )
 
 CHOICES = st.lists(st.integers(0, 10**6), max_size=12)
-every_matcher = pytest.mark.parametrize("name", MATCHERS)
+every_matcher = pytest.mark.parametrize("name", ENGINE_MATCHERS)
+every_engine = pytest.mark.parametrize("engine", ENGINES)
 few = settings(deadline=None, max_examples=15)
 
 
@@ -31,7 +38,7 @@ few = settings(deadline=None, max_examples=15)
 @few
 @given(choices=CHOICES)
 def test_a_token_is_accepted_exactly_if_its_bit_is_set(name, choices):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     walk(matcher, choices)
     if matcher.is_terminated():
         return
@@ -45,7 +52,7 @@ def test_a_token_is_accepted_exactly_if_its_bit_is_set(name, choices):
 @few
 @given(choices=CHOICES, data=st.data())
 def test_rollback_undoes_accept(name, choices, data):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     states = [(mask(matcher), matcher.is_completed(), matcher.is_terminated())]
     tokens = []
     for choice in choices:
@@ -67,7 +74,7 @@ def test_rollback_undoes_accept(name, choices, data):
 @few
 @given(choices=CHOICES)
 def test_filling_twice_writes_the_same_row(name, choices):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     walk(matcher, choices)
     np.testing.assert_array_equal(mask(matcher), mask(matcher))
 
@@ -76,16 +83,17 @@ def test_filling_twice_writes_the_same_row(name, choices):
 @few
 @given(choices=CHOICES)
 def test_bits_above_the_vocabulary_are_zero(name, choices):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     for choice in choices:
         assert bits(mask(matcher)).max(initial=0) < VOCAB_SIZE
         walk(matcher, [choice])
 
 
+@every_engine
 @pytest.mark.parametrize("size", [288, 300, 49_152, 49_157])
-def test_tail_bits_and_width_at_several_vocabulary_sizes(size):
+def test_tail_bits_and_width_at_several_vocabulary_sizes(engine, size):
     # Everything is legal: the case in which XGrammar sets the bits above V.
-    matcher = compiler(size).compile(Guide.regex(r"[\s\S]*")).matcher()
+    matcher = engine_matcher(engine, GUIDES["text"], size=size)
     row = mask(matcher)
     assert row.shape == (bitmask_words(size),) == (-(-size // 32),)
     assert size - 60 < bits(row).max() < size
@@ -97,7 +105,7 @@ def test_tail_bits_and_width_at_several_vocabulary_sizes(size):
 @few
 @given(choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=40))
 def test_only_stop_tokens_are_legal_after_termination(name, choices):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     # Stop wherever the grammar lets the text end, so that most walks do.
     for choice in choices:
         if matcher.is_completed():
@@ -131,13 +139,13 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", TEXTS)
-@settings(deadline=None, max_examples=15)
+@pytest.mark.parametrize("name", [name for name in ENGINE_MATCHERS if name != "scripted"])
+@few
 @given(data=st.data())
 def test_how_a_text_is_split_into_tokens_does_not_matter(name, data):
     """Masks and completion depend on the bytes accepted, not on the tokens that carried them."""
-    greedy, other = MATCHERS[name](), MATCHERS[name]()
-    text = TEXTS[name].encode()
+    greedy, other = ENGINE_MATCHERS[name](), ENGINE_MATCHERS[name]()
+    text = TEXTS[name.split("-")[1]].encode()
     for token in tokenize(text):
         assert greedy.accept_token(token)
     ids = {token: i for i, token in enumerate(tokenizer_info().vocabulary) if token}
@@ -155,7 +163,7 @@ def test_how_a_text_is_split_into_tokens_does_not_matter(name, data):
 @few
 @given(choices=CHOICES, tokens=st.lists(st.integers(-1, VOCAB_SIZE), max_size=6), data=st.data())
 def test_validate_counts_the_legal_prefix_and_changes_nothing(name, choices, tokens, data):
-    matcher, probe = MATCHERS[name](), MATCHERS[name]()
+    matcher, probe = ENGINE_MATCHERS[name](), ENGINE_MATCHERS[name]()
     accepted = walk(matcher, choices)
     start = data.draw(st.integers(0, len(accepted)))
     for token in accepted[:start]:
@@ -175,7 +183,7 @@ def test_validate_counts_the_legal_prefix_and_changes_nothing(name, choices, tok
 @few
 @given(choices=CHOICES, ours=CHOICES, theirs=CHOICES)
 def test_a_fork_is_independent(name, choices, ours, theirs):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     tokens = walk(matcher, choices)
     start = mask(matcher)
     fork = matcher.fork()
@@ -193,7 +201,7 @@ def test_a_fork_is_independent(name, choices, ours, theirs):
 
 @every_matcher
 def test_an_impossible_rollback_changes_nothing(name):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     tokens = walk(matcher, [0, 1])
     before = mask(matcher)
     for count in (-1, len(tokens) + 1, 10**6):
@@ -204,9 +212,9 @@ def test_an_impossible_rollback_changes_nothing(name):
     assert matcher.num_accepted == 0
 
 
-@pytest.mark.parametrize("name", ["schema", "scripted"])
+@pytest.mark.parametrize("name", [*(f"{engine}-regex" for engine in ENGINES), "scripted"])
 def test_arrays_that_engines_would_corrupt_are_refused(name):
-    matcher = MATCHERS[name]()
+    matcher = ENGINE_MATCHERS[name]()
     words = bitmask_words(VOCAB_SIZE)
     read_only = np.zeros((2, words), np.int32)
     read_only.flags.writeable = False
@@ -233,13 +241,13 @@ def test_arrays_that_engines_would_corrupt_are_refused(name):
     assert np.all(good == -1)
 
 
-@pytest.mark.parametrize("engine", ["xgrammar", "scripted"])
+@pytest.mark.parametrize("engine", [*ENGINES, "scripted"])
 def test_stop_tokens_of_the_request_are_gated_by_the_grammar(engine):
     x = ord("x")
-    if engine == "xgrammar":
-        matcher = compiler().compile(Guide.regex("a[a-z]+")).matcher(stop_token_ids=[x])
-    else:
+    if engine == "scripted":
         matcher = scripted_matcher(SCRIPT, stop_token_ids=[x])
+    else:
+        matcher = engine_matcher(engine, Guide.regex("a[a-z]+"), [x])
     assert matcher.stop_token_ids == {STOP, x}
     while not matcher.is_completed():
         options = legal(matcher)
@@ -262,11 +270,29 @@ def test_stop_tokens_outside_of_the_vocabulary_are_refused():
         GrammarMatcher(grammar.compiled.new_matcher(frozenset({STOP})), VOCAB_SIZE, [])
 
 
-def test_refusals_are_quiet(capfd):
-    matcher = compiler().compile(Guide.choice(["ab"])).matcher()
+@every_engine
+def test_forced_bytes_begin_every_continuation(engine):
+    matcher = engine_matcher(engine, Guide.regex("(name|age): (true|false)( the)?"))
+    seen = set()
+    for choices in ([0], [1], [2]):
+        branch = matcher.fork()
+        walk(branch, choices)
+        before = mask(branch)
+        forced = branch.forced_bytes()
+        seen.add(bool(forced))
+        np.testing.assert_array_equal(mask(branch), before)
+        for token in legal(branch):
+            text = tokenizer_info().vocabulary[token]
+            assert forced.startswith(text[: len(forced)]) or text.startswith(forced)
+    assert True in seen
+
+
+@every_engine
+def test_refusals_are_quiet(engine, capfd):
+    matcher = engine_matcher(engine, GUIDES["choice"])
     for token in (TOOL, 258, 299, -1, VOCAB_SIZE, 2**40, ord("z")):
         assert not matcher.accept_token(token)
     walk(matcher, [1, 0, 0])
-    assert not matcher.accept_token(STOP)
+    assert not matcher.accept_token(258)
     mask(matcher)
     assert capfd.readouterr() == ("", "")

@@ -144,7 +144,7 @@ def test_deep_schema(served: Served) -> None:
     for _ in range(200):
         schema = {"type": "array", "items": schema}
     status, error = post_fields(served, {"response_format": schema_format(schema)})
-    assert (status, error["code"]) == (400, "invalid_json_schema")
+    assert (status, error["code"]) == (400, "grammar_too_complex")
 
 
 @pytest.mark.parametrize("body", BAD_BODIES)

@@ -224,7 +224,6 @@ def test_every_walk_that_ends_is_a_valid_document(name, picks):
         (Guide.grammar("root ::= x"), InvalidGuideError, '"x" is not defined'),
         (Guide.grammar("root ::= Token(9999)"), InvalidGuideError, "9999"),
         (Guide.lark("start: x"), InvalidGuideError, "unknown name"),
-        (Guide.structural_tag({}), InvalidGuideError, "format"),
         (Guide.json_schema({"enum": []}), InvalidGuideError, "must not be empty"),
         (Guide.json_schema({"anyOf": []}), EmptyLanguageError, "no document"),
         (Guide.json_schema({"allOf": [False]}), InvalidGuideError, "cannot accept any value"),

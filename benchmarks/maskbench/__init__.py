@@ -1,0 +1,1 @@
+"""MaskBench: which JSON Schemas are enforced exactly, and what a mask costs."""

@@ -1,0 +1,52 @@
+"""Regular expressions for XGrammar, which reads some of them as others without a word."""
+
+from __future__ import annotations
+
+import re
+
+from grammar_host.errors import UnsupportedGuideError
+
+_TOKEN = re.compile(r"\\[\s\S]|[\s\S]")
+_KNOWN_ESCAPES = frozenset("bBcdDfkKnpPrsStuvwWx0123456789")
+"""Letters that XGrammar reads as a class or a character, or refuses itself; others it would read
+as they are, `\\A` as the letter A."""
+
+_NOT_NEWLINE = r"[^\n]"
+
+
+def checked_regex(pattern: str) -> str:
+    """The pattern as XGrammar has to get it to read it like the other engines.
+
+    Its `.` would match a newline. It ignores anchors wherever they stand, which is right only at
+    the beginning and the end.
+
+    Raises:
+        UnsupportedGuideError: an anchor or an escape that XGrammar would misread.
+    """
+    parts: list[str] = []
+    depth = 0
+    in_class = False
+    tokens = _TOKEN.findall(pattern)
+    for index, token in enumerate(tokens):
+        if token[0] == "\\":
+            if token[1:].isascii() and token[1:].isalpha() and token[1] not in _KNOWN_ESCAPES:
+                raise _unsupported(token)
+        elif in_class:
+            in_class = token != "]"
+        elif token == "[":
+            in_class = True
+        elif token in "()":
+            depth += 1 if token == "(" else -1
+        elif token == ".":
+            token = _NOT_NEWLINE
+        elif token in "^$":
+            outer = tokens[index - 1 : index] if token == "^" else tokens[index + 1 : index + 2]
+            if depth or outer not in ([], ["|"]):
+                raise _unsupported(token)
+        parts.append(token)
+    return "".join(parts)
+
+
+def _unsupported(token: str) -> UnsupportedGuideError:
+    reason = f"{token!r} is not served there by xgrammar; use backend 'llguidance'"
+    return UnsupportedGuideError("regex", reason)

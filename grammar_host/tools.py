@@ -1,0 +1,314 @@
+"""Tool calls: from the tools of a request to a guide, and from the text of an answer to calls.
+
+The field names and shapes are those of OpenAI's Chat Completions and Responses APIs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from grammar_host.errors import GuideError, InvalidGuideError, UnsupportedGuideError
+from grammar_host.guide import Guide
+from grammar_host.tags import embedded_schemas, may_be_empty
+
+FAMILIES = (
+    "cohere",
+    "deepseek_r1",
+    "deepseek_v3_1",
+    "deepseek_v3_2",
+    "deepseek_v4",
+    "deepseek_v4_1",
+    "exaone",
+    "gemma_4",
+    "glm_4_7",
+    "harmony",
+    "kimi",
+    "kimi_k3",
+    "llama",
+    "mimo",
+    "minimax",
+    "minimax_m3",
+    "qwen_3",
+    "qwen_3_5",
+    "qwen_3_coder",
+)
+"""Families of models whose way of writing calls XGrammar 0.2.9 knows."""
+
+_Mode = Literal["none", "auto", "required", "named"]
+
+_MODES: tuple[_Mode, ...] = ("none", "auto", "required")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+# Looser than what a guide writes, so that the calls of an unguided model are found, too.
+_HEAD = re.compile(
+    r'<tool_call>\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*(?=\{)'
+)
+_TAIL = re.compile(r"\s*\}\s*</tool_call>")
+
+
+class _Tool(NamedTuple):
+    """A function that may be called, the JSON Schema of its arguments, and where that came from."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    pointer: str
+
+
+class ToolCall(NamedTuple):
+    """A call of a function, with the JSON text of its arguments as it was written."""
+
+    name: str
+    arguments: str
+
+
+def tools_guide(
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any],
+    *,
+    parallel: bool,
+    family: str | None,
+) -> Guide | None:
+    """Does what `Guide.tools` says.
+
+    Without a family a call is `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>`, the
+    way of Hermes and Qwen 2.5 and 3. With `"auto"` the text around the calls is free, except that
+    `<tool_call>` always begins a call; otherwise there are calls only, one below the other. A
+    named function is called once. Without `parallel` the text ends behind the first call.
+    """
+    if type(parallel) is not bool:
+        _refuse("parallel_tool_calls", "true or false is needed")
+    if family is not None and family not in FAMILIES:
+        _refuse("family", f"{family!r} is not known; known are: {', '.join(FAMILIES)}")
+    known = _read_tools(tools)
+    mode, name = _read_choice(tool_choice, known)
+    if mode == "none":
+        return None
+    chosen = [tool for tool in known if name in (None, tool.name)]
+    if family is None:
+        tag = {"type": "structural_tag", "format": _hermes_format(chosen, mode, parallel)}
+    else:
+        tag = _family_tag(family, chosen, mode, parallel)
+    try:
+        return Guide.structural_tag(tag)
+    except GuideError as error:  # one by one the tools are fine: together they are too large
+        raise type(error)("tools", error.reason) from None
+
+
+def tools_error(error: GuideError, guide: Guide, tools: Sequence[Mapping[str, Any]]) -> GuideError:
+    """An error about a guide of tools, said of the tools.
+
+    Args:
+        error: raised when the guide was compiled, with a pointer into its structural tag.
+        guide: what `Guide.tools` returned.
+        tools: what it was made from.
+
+    Returns:
+        The same error, of the field `tools`, with the pointer of the parameters to blame.
+    """
+    for inside, schema in embedded_schemas(guide.document):
+        if not f"{error.pointer}/".startswith(f"{inside}/"):
+            continue
+        for tool in _read_tools(tools):
+            if tool.parameters == schema:
+                pointer = tool.pointer + str(error.pointer).removeprefix(inside)
+                return type(error)("tools", error.reason, pointer=pointer)
+    return type(error)("tools", error.reason)
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Takes the calls out of a text that was written without a family.
+
+    Args:
+        text: the answer. A call that is cut off (by a token limit) is no call.
+
+    Returns:
+        The text outside of the calls, without blanks at its ends if there are calls; and the
+        calls in their order.
+    """
+    calls: list[ToolCall] = []
+    content: list[str] = []
+    written = 0
+    position = 0
+    while (head := _HEAD.search(text, position)) is not None:
+        end = _json_end(text, head.end())
+        tail = None if end is None else _TAIL.match(text, end)
+        if tail is None:
+            position = head.end()
+            continue
+        calls.append(ToolCall(head[1], text[head.end() : end]))
+        content.append(text[written : head.start()])
+        written = position = tail.end()
+    content.append(text[written:])
+    outside = "".join(content)
+    return (outside.strip() if calls else outside), calls
+
+
+def _json_end(text: str, start: int) -> int | None:
+    """Where the JSON value that begins at `start` ends; None if it does not."""
+    # Numbers stay text: Python refuses to convert integers of more than 4300 digits.
+    decoder = json.JSONDecoder(parse_int=str, parse_float=str)
+    try:
+        return decoder.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(param: str, reason: str, pointer: str | None = None) -> NoReturn:
+    raise InvalidGuideError(param, reason, pointer=pointer)
+
+
+def _read_tools(tools: Any) -> list[_Tool]:
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        _refuse("tools", f"a list of tools is needed, not {type(tools).__name__}")
+    known: list[_Tool] = []
+    for index, value in enumerate(tools):
+        if not isinstance(value, Mapping):
+            _refuse("tools", f"a tool is an object, not {type(value).__name__}", f"/{index}")
+        if value.get("type") != "function":
+            raise UnsupportedGuideError(
+                "tools",
+                f"tools of type {value.get('type')!r} are not served; use 'function'",
+                pointer=f"/{index}/type",
+            )
+        nested = "function" in value
+        pointer = f"/{index}/function" if nested else f"/{index}"
+        tool = _read_function(value["function"] if nested else value, pointer)
+        if any(tool.name == other.name for other in known):
+            _refuse("tools", f"two tools have the name {tool.name!r}", f"{pointer}/name")
+        known.append(tool)
+    return known
+
+
+def _read_function(function: Any, pointer: str) -> _Tool:
+    if not isinstance(function, Mapping):
+        _refuse("tools", f"an object is needed, not {type(function).__name__}", pointer)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        _refuse("tools", "a name of 1 to 64 letters, digits, _ and - is needed", f"{pointer}/name")
+    strict = function.get("strict")
+    if strict is not None and type(strict) is not bool:
+        _refuse("tools", "true or false is needed", f"{pointer}/strict")
+    parameters = function.get("parameters")
+    if parameters is None:  # to OpenAI: "a function with an empty parameter list"
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    pointer += "/parameters"
+    return _Tool(name, _read_parameters(parameters, bool(strict), pointer), pointer)
+
+
+def _read_parameters(parameters: Any, strict: bool, pointer: str) -> Mapping[str, Any]:
+    from grammar_host.schema.strict import close_objects  # not needed by every user of this module
+
+    if not isinstance(parameters, Mapping):
+        _refuse("tools", f"a schema is an object, not {type(parameters).__name__}", pointer)
+    try:
+        schema: dict[str, Any] = Guide.json_schema(dict(parameters)).document
+    except GuideError as error:
+        raise type(error)("tools", error.reason, pointer=pointer) from None
+    if not any(key in schema for key in ("type", "$ref", "allOf", "anyOf", "oneOf")):
+        schema = {"type": "object", **schema}
+    if not _describes_objects(schema, schema, ()):
+        _refuse("tools", "arguments are an object: 'type' must be 'object'", pointer)
+    if strict:
+        close_objects(schema)
+    return schema
+
+
+def _describes_objects(root: Any, schema: Any, above: tuple[int, ...]) -> bool:
+    """Whether the schema says, directly or by references and branches, that values are objects."""
+    from grammar_host.schema.walk import referred
+
+    if not isinstance(schema, Mapping) or id(schema) in above:
+        return False
+    if "type" in schema:
+        return bool(schema["type"] in ("object", ["object"]))
+
+    def branches(keyword: str) -> list[bool]:
+        value = schema.get(keyword)
+        items = value if isinstance(value, list) else []
+        return [_describes_objects(root, item, (*above, id(schema))) for item in items]
+
+    target = referred(root, dict(schema))
+    return (
+        _describes_objects(root, target, (*above, id(schema)))
+        or any(branches("allOf"))
+        or any(found and all(found) for found in map(branches, ("anyOf", "oneOf")))
+    )
+
+
+def _read_choice(tool_choice: Any, known: list[_Tool]) -> tuple[_Mode, str | None]:
+    """What the model may do, and the only function if there is just one."""
+    names = ", ".join(tool.name for tool in known)
+    for mode in _MODES:
+        if tool_choice != mode:
+            continue
+        if not known and mode != "none":
+            param = "tools" if mode == "auto" else "tool_choice"
+            _refuse(param, f"{mode!r} needs at least one tool; use 'none' without tools")
+        return mode, None
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "function":
+        _refuse(
+            "tool_choice",
+            "one of 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": ...}} is needed',
+        )
+    pointer = "/function/name" if "function" in tool_choice else "/name"
+    function = tool_choice.get("function", tool_choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        _refuse("tool_choice", "the name of a function is needed", pointer)
+    if all(tool.name != name for tool in known):
+        _refuse("tool_choice", f"no tool is named {name!r}; there are: {names or 'none'}", pointer)
+    return "named", name
+
+
+def _hermes_format(tools: list[_Tool], mode: _Mode, parallel: bool) -> dict[str, Any]:
+    calls = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": "{tool.name}", "arguments": ',
+            "content": {"type": "json_schema", "json_schema": tool.parameters},
+            "end": "}\n</tool_call>",
+        }
+        for tool in tools
+    ]
+    if mode == "named":
+        return calls[0]
+    if mode == "auto":
+        return {
+            "type": "triggered_tags",
+            "triggers": ["<tool_call>"],
+            "tags": calls,
+            "stop_after_first": not parallel,
+        }
+    return {
+        "type": "tags_with_separator",
+        "tags": calls,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _family_tag(family: str, tools: list[_Tool], mode: _Mode, parallel: bool) -> dict[str, Any]:
+    from grammar_host.backends.xgrammar import model_tools_tag  # imports torch
+
+    choice: Any = mode
+    if mode == "named":
+        choice = {"type": "function", "function": {"name": tools[0].name}}
+    functions = [(tool.name, dict(tool.parameters)) for tool in tools]
+    tag = model_tools_tag(family, functions, choice, parallel=parallel)
+    if mode != "auto" and may_be_empty(tag["format"]):
+        # Harmony's messages are a list that may be empty, whatever the choice.
+        tag["format"] = _not_empty(tag["format"])
+        if may_be_empty(tag["format"]):
+            raise UnsupportedGuideError("tool_choice", f"{family} cannot be held to a call")
+    return tag
+
+
+def _not_empty(node: dict[str, Any]) -> dict[str, Any]:
+    if node["type"] == "optional":
+        return dict(node["content"])
+    return {**node, "at_least_one": True} if "at_least_one" in node else node

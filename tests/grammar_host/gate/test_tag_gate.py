@@ -1,0 +1,168 @@
+"""JSON between tags is valid when it is closed, whatever the engine enforces."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grammar_host import Guide, GuidedBatch, UnsupportedGuideError
+from tests.grammar_host.common import (
+    STOP,
+    VOCAB_SIZE,
+    accepts,
+    bits,
+    compiler,
+    mask,
+    tokenize,
+    tokenizer_info,
+    walk,
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "day": {"type": "string", "format": "date"},
+        "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    },
+    "required": ["tags"],
+}
+EVEN = {"type": "array", "items": {"type": "integer", "multipleOf": 2}}
+
+
+def structural_tag(*tags, triggers=("<",)):
+    return Guide.structural_tag(
+        {
+            "type": "structural_tag",
+            "format": {"type": "triggered_tags", "triggers": list(triggers), "tags": list(tags)},
+        }
+    )
+
+
+def tag(begin, schema, end):
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+GUIDE = structural_tag(tag("<f>", SCHEMA, "</f>"), tag("<even>", EVEN, "</even>"))
+
+
+def grammar():
+    return compiler().compile(GUIDE)
+
+
+def test_what_the_gate_is_for_is_said():
+    assert (grammar().backend, grammar().exact) == ("xgrammar", False)
+    (note,) = grammar().notes
+    assert "/format/tags/0/content/json_schema/properties/tags/uniqueItems" in note
+    assert "/format/tags/1/content/json_schema/items/multipleOf" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "legal"),
+    [
+        ("no call", True),
+        ('<f>{"tags": [1, 2]}</f>', True),
+        ('<f>{"tags": [1, 1]}</f>', False),
+        ('<f>{"day": "2024-02-29", "tags": []}</f>', True),
+        ('<f>{"day": "2023-02-29", "tags": []}</f>', False),
+        ("<even>[2, 4]</even>", True),
+        ("<even>[2, 3]</even>", False),
+        ('a <even>[0]</even> b <f>{"tags": [3]}</f> [1, 3] {"tags": [1, 1]}', True),
+        ('a <even>[0]</even> b <f>{"tags": [3, 3]}</f>', False),
+        ("<even>[0]</even><even>[1]</even>", False),
+    ],
+)
+def test_every_call_of_a_text_is_checked(text, legal):
+    assert accepts(grammar().matcher(), text) is legal
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    tags=st.lists(st.integers(0, 3), max_size=4),
+    before=st.text("<f> a", max_size=4),
+)
+def test_a_call_is_accepted_exactly_if_it_is_valid_however_it_is_split(data, tags, before):
+    arguments = {"tags": tags}
+    text = f"{before}<f>{json.dumps(arguments)}</f>".encode()
+    if b"<" in before.encode():
+        return  # the trigger begins a call
+    valid = jsonschema.Draft202012Validator(SCHEMA).is_valid(arguments)
+    matcher = grammar().matcher()
+    ids = {token: i for i, token in enumerate(tokenizer_info().vocabulary) if token}
+    while text:
+        token = data.draw(st.sampled_from([token for token in ids if text.startswith(token)]))
+        legal = ids[token] in bits(mask(matcher))
+        assert matcher.accept_token(ids[token]) is legal
+        if not legal:
+            break
+        text = text[len(token) :]
+    assert (not text) is valid
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    choices=st.lists(st.integers(0, 10**6), max_size=10),
+    text=st.sampled_from(["", '<f>{"tags": [1, ']),
+)
+def test_the_contract_of_a_matcher(choices, text):
+    matcher = grammar().matcher()
+    for token in tokenize(text):
+        assert matcher.accept_token(token)
+    states = [mask(matcher)]
+    tokens = []
+    for choice in choices:
+        tokens += walk(matcher, [choice])
+        states.append(mask(matcher))
+        accepted = [t for t in range(VOCAB_SIZE) if matcher.validate_tokens([t])]
+        assert matcher.is_terminated() or accepted == list(bits(states[-1]))
+    fork = matcher.fork()
+    matcher.rollback(len(tokens))
+    np.testing.assert_array_equal(mask(matcher), states[0])
+    np.testing.assert_array_equal(mask(fork), states[-1])
+    for token, state in zip(tokens, states[1:], strict=False):
+        assert matcher.accept_token(token)
+        np.testing.assert_array_equal(mask(matcher), state)
+
+
+def test_drafts_run_into_and_out_of_a_call():
+    batch = GuidedBatch(1, 40, VOCAB_SIZE)
+    batch.admit(0, grammar().matcher())
+    drafts = tokenize("<even>[2]</even> x")
+    assert batch.propose(0, drafts) == drafts
+    wrong = tokenize("<even>[3]</even>")
+    assert batch.propose(0, wrong) == wrong[: len(tokenize("<even>[3"))]
+    assert batch.failure(0) is None
+
+
+def test_where_no_gate_can_stand_the_schema_is_refused_with_its_place():
+    free = {"type": "sequence", "elements": [{"type": "any_text"}, tag("<f>", SCHEMA, "</f>")]}
+    bare = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 2}}
+    for format_, pointer in (
+        (free, "/format/elements/1/content/json_schema/properties/"),
+        (bare, "/format/json_schema/multipleOf"),
+        (tag("<f>", {"type": "number", "multipleOf": 2}, "</f>"), "/format/content/json_schema"),
+    ):
+        with pytest.raises(UnsupportedGuideError, match="does not enforce it here") as info:
+            compiler().compile(Guide.structural_tag({"type": "structural_tag", "format": format_}))
+        assert info.value.param == "structural_tag"
+        assert info.value.pointer is not None
+        assert info.value.pointer.startswith(pointer)
+
+
+def test_one_tag_cannot_stand_for_two_gated_schemas():
+    guide = structural_tag(tag("<f>", SCHEMA, "</f>"), tag("<f>", EVEN, "</even>"))
+    with pytest.raises(UnsupportedGuideError):
+        compiler().compile(guide)
+
+
+def test_what_is_exact_needs_no_gate():
+    plain = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    exact = compiler().compile(structural_tag(tag("<f>", plain, "</f>")))
+    assert (exact.exact, exact.notes) == (True, ())
+    assert accepts(exact.matcher(), '<f>{"a": "b"}</f>')
+    assert not accepts(exact.matcher(), "<f>{}</f>")
+    assert STOP in bits(mask(exact.matcher()))
