@@ -156,27 +156,35 @@ class Planner:
 
     def _plan_schema(self, guide: Guide, backend: str) -> tuple[Plan, CompiledGuide]:
         schema = read_schema(guide.document, strict=guide.strict)
-        first: GuideError | None = None
-        for version in versions(schema, backend):
+
+        def compiles(document: object) -> bool:
+            try:
+                self.engine(backend).compile(_with_schema(guide, document))
+            except GuideError:
+                return False
+            return True
+
+        errors: list[GuideError] = []
+        for version in versions(schema, backend, compiles):
             try:
                 offered = _with_schema(guide, version.document)
                 compiled = self._compile(offered, backend)
             except GuideError as error:
-                first = first or error
+                errors.append(error)
                 continue
             if not version.inexact:
                 return Plan(backend, offered, notes=schema.notes), compiled
             gate = json.dumps(schema.document, ensure_ascii=False)
             notes = (*schema.notes, _gate_note(version.inexact))
             return Plan(backend, offered, gate, notes), compiled
-        assert first is not None
-        raise first
+        # The last version is the weakest: if even that is empty, so is the schema.
+        raise errors[-1] if isinstance(errors[-1], EmptyLanguageError) else errors[0]
 
     def _plan_tag(self, guide: Guide, backend: str) -> tuple[Plan, CompiledGuide]:
         tag = prepare_tag_schemas(guide, backend)
         offered = replace(tag.guide, reasoning_end=None)
         notes = (_gate_note(tag.inexact),) if tag.inexact else ()
-        plan = Plan(backend, offered, notes=notes, tags=tuple(tag.gated.items()))
+        plan = Plan(backend, offered, tag.whole, notes, tuple(tag.gated.items()))
         return plan, self._compile(offered, backend)
 
     def _compile(self, guide: Guide, backend: str) -> CompiledGuide:

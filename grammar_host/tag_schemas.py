@@ -24,11 +24,13 @@ class TagSchemas:
         guide: the structural tag with the schemas that the engine gets.
         gated: from the text that begins a tag to JSON of the schema of what is behind it, where
             the engine enforces that schema only in part.
+        whole: the same where the text is one JSON document and nothing else; None if it is not.
         inexact: JSON pointers of what it does not enforce exactly.
     """
 
     guide: Guide
     gated: Mapping[str, str]
+    whole: str | None
     inexact: tuple[str, ...]
 
 
@@ -46,6 +48,7 @@ def prepare_tag_schemas(guide: Guide, backend: str) -> TagSchemas:
     """
     document = guide.document
     gated: dict[str, str] = {}
+    whole: str | None = None
     inexact: list[str] = []
     for part in tag_parts(document):
         if part.kind != "json_schema":
@@ -56,14 +59,17 @@ def prepare_tag_schemas(guide: Guide, backend: str) -> TagSchemas:
         schema = _read(part)
         version = _best(schema, backend)
         document = replace_part(document, part.pointer, version.document)
-        if version.inexact:
-            begin = _begin_of(guide.document, part)
-            text = json.dumps(schema.document, ensure_ascii=False)
-            if begin is None or gated.setdefault(begin, text) != text:
-                _require_exact(part, backend, version.inexact)
-            inexact.extend(part.pointer + pointer for pointer in version.inexact)
+        if not version.inexact:
+            continue
+        inexact.extend(part.pointer + pointer for pointer in version.inexact)
+        text = json.dumps(schema.document, ensure_ascii=False)
+        begin = _begin_of(guide.document, part)
+        if part.format_pointer == "/format":
+            whole = text
+        elif begin is None or gated.setdefault(begin, text) != text:
+            _require_exact(part, backend, version.inexact)
     text = json.dumps(document, ensure_ascii=False)
-    return TagSchemas(replace(guide, text=text), gated, tuple(inexact))
+    return TagSchemas(replace(guide, text=text), gated, whole, tuple(inexact))
 
 
 def _is_json(part: TagPart) -> bool:

@@ -11,6 +11,7 @@ from grammar_host.bitmask import token_row
 from grammar_host.gate.cursor import Cursor
 from grammar_host.tokenizer import TokenizerInfo
 
+_STRUCTURE = re.compile(rb'[",}\]]')
 _BRACKET = re.compile(rb"[}\]]")
 
 
@@ -39,14 +40,20 @@ class Closers:
         self._outside = token_row(outside, len(texts))
         self._inside = token_row(inside, len(texts))
         self._quotes = token_row(quotes, len(texts))
+        self._structure = token_row(
+            [t for t, text in enumerate(texts) if _STRUCTURE.search(text)], len(texts)
+        )
 
-    def row(self, cursor: Cursor, *, string_matters: bool) -> NDArray[np.int32]:
+    def row(self, cursor: Cursor, *, string_matters: bool, keys_matter: bool) -> NDArray[np.int32]:
         """int32 [W], read-only: the tokens that may finish something here.
 
         Args:
             cursor: where the text stands.
             string_matters: whether the end of the string being written is to be examined.
+            keys_matter: whether it matters that a key begins.
         """
+        if keys_matter:
+            return self._structure
         if cursor.string_start < 0:
             return self._outside
         return self._quotes if string_matters else self._inside

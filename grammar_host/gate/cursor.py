@@ -107,6 +107,8 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
         elif frame is None:
             continue  # a stray byte: the engine refuses it
         elif byte == b",":
+            if frame.is_object and not _keys_left(frame, b"", rules):
+                return None
             frame = Frame(
                 frame.parent,
                 frame.start,
@@ -122,13 +124,31 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
             frame = frame.parent
             if frame is None:
                 return Cursor(closed=True)
-    return Cursor(frame, string_start, escaped, cursor.closed)
+    moved = Cursor(frame, string_start, escaped, cursor.closed)
+    if frame is not None and writes_key(moved):
+        begun = text[string_start + 1 :]
+        if b"\\" not in begun and not _keys_left(frame, begun, rules):
+            return None
+    return moved
 
 
 def writes_key(cursor: Cursor) -> bool:
     """Whether the string being written is the key of an object."""
     frame = cursor.frame
     return cursor.string_start >= 0 and frame is not None and frame.is_object and frame.key is None
+
+
+def _keys_left(frame: Frame, begun: bytes, rules: Rules) -> bool:
+    """Whether an object may still get a key that begins like this."""
+    names = rules.names(frame.nodes)
+    if names is None:
+        return True
+    return any(name.startswith(begun) and name not in frame.keys for name in names)
+
+
+def is_closed(frame: Frame | None, rules: Rules) -> bool:
+    """Whether an object is limited to the keys that its schemas list."""
+    return frame is not None and frame.is_object and rules.names(frame.nodes) is not None
 
 
 def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
 from grammar_host.gate.closers import Closers, closes_container
-from grammar_host.gate.cursor import START, Cursor, follow, nodes_of_value, writes_key
+from grammar_host.gate.cursor import START, Cursor, follow, is_closed, nodes_of_value, writes_key
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -73,8 +73,15 @@ class GatedMatcher(EngineMatcher):
             row &= self._text_row
         if cursor.closed:
             return
-        candidates = row & self._closers.row(cursor, string_matters=self._string_matters(cursor))
-        repeats = self._key_endings(cursor) if writes_key(cursor) else None
+        repeats: set[bytes] | None = None
+        candidates = row
+        closed = is_closed(cursor.frame, self._rules)
+        if writes_key(cursor):
+            # Every token may lead to a key that is there already, unless others are open.
+            repeats = None if closed else self._key_endings(cursor)
+        if not (closed and writes_key(cursor)):
+            matters = self._string_matters(cursor)
+            candidates = row & self._closers.row(cursor, string_matters=matters, keys_matter=closed)
         for word in np.flatnonzero(candidates):
             bits = int(candidates[word]) & 0xFFFF_FFFF
             kept = int(row[word]) & 0xFFFF_FFFF

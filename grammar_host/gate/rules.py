@@ -54,6 +54,7 @@ class Rules:
         }
         self._closures: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         self._children: dict[tuple[Nodes, str | int | None], Nodes] = {}
+        self._names: dict[Nodes, frozenset[bytes] | None] = {}
         self._verdicts: dict[tuple[Nodes, bytes], bool] = {}
 
     def child(self, nodes: Nodes, step: str | int | None) -> Nodes:
@@ -75,6 +76,20 @@ class Rules:
             if len(self._children) < 100_000:
                 self._children[key] = found
         return found
+
+    def names(self, nodes: Nodes) -> frozenset[bytes] | None:
+        """The keys that an object may have, as they are written; None if others may come too."""
+        if nodes not in self._names:
+            closed: frozenset[bytes] | None = None
+            for node in nodes:
+                for _, schema in self._closure(node):
+                    if schema.get("additionalProperties") is False and not schema.get(
+                        "patternProperties"
+                    ):
+                        listed = frozenset(map(_written, schema.get("properties", {})))
+                        closed = listed if closed is None else closed & listed
+            self._names[nodes] = closed
+        return self._names[nodes]
 
     def permit(self, nodes: Nodes, text: bytes) -> bool:
         """Whether a finished part satisfies its schemas; False for what is not JSON."""
@@ -156,6 +171,10 @@ class Rules:
                 seen.update(required)
             self._closures[pointer] = closure
         return closure
+
+
+def _written(name: str) -> bytes:
+    return json.dumps(name, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
 
 
 def _property(schema: dict[str, Any], name: str | None) -> str | None:

@@ -6,74 +6,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from grammar_host.schema.walk import subschemas
+from grammar_host.schema.walk import KEYWORDS, subschemas
 from grammar_host.schema.weaken import UNKNOWN_TO_LLGUIDANCE
-
-KEYWORDS = frozenset(
-    {
-        "$ref",
-        "additionalProperties",
-        "allOf",
-        "anyOf",
-        "const",
-        "contains",
-        "dependentSchemas",
-        "else",
-        "enum",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "format",
-        "if",
-        "items",
-        "maxContains",
-        "maxItems",
-        "maxLength",
-        "maxProperties",
-        "maximum",
-        "minContains",
-        "minItems",
-        "minLength",
-        "minProperties",
-        "minimum",
-        "multipleOf",
-        "not",
-        "oneOf",
-        "pattern",
-        "patternProperties",
-        "prefixItems",
-        "properties",
-        "propertyNames",
-        "required",
-        "then",
-        "type",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "uniqueItems",
-    }
-)
-"""What constrains documents, in the words that `grammar_host.schema.rewrite` leaves."""
 
 _EXACT_FORMATS = frozenset({"ipv4", "uuid"})
 """The others have rules that regular expressions miss: leap years, lengths of labels, ..."""
 
-_XGRAMMAR_EXACT = frozenset(
-    {
-        "$ref",
-        "additionalProperties",
-        "anyOf",
-        "const",
-        "enum",
-        "items",
-        "maxItems",
-        "maxLength",
-        "minItems",
-        "minLength",
-        "prefixItems",
-        "properties",
-        "required",
-        "type",
-    }
-)
+_XGRAMMAR_EXACT = {
+    "array": frozenset({"items", "maxItems", "minItems", "prefixItems"}),
+    "boolean": frozenset(),
+    "integer": frozenset(),
+    "null": frozenset(),
+    "number": frozenset(),
+    "object": frozenset({"additionalProperties", "properties", "required"}),
+    "string": frozenset({"maxLength", "minLength"}),
+}
+"""What XGrammar enforces of a schema with one `type`. Without a type, or beside other rules, most
+keywords mean something else to it."""
 
 
 def inexact_keywords(document: Any, backend: str) -> list[str]:
@@ -83,33 +32,73 @@ def inexact_keywords(document: Any, backend: str) -> list[str]:
         document: what `grammar_host.schema.versions` offers to the engine.
         backend: a key of `INEXACT`.
     """
-    inexact = INEXACT[backend]
+    nodes = list(subschemas(document))
+    inexact = INEXACT[backend]([node for _, node in nodes])
     return [
         f"{pointer}/{keyword}"
-        for pointer, node in subschemas(document)
+        for pointer, node in nodes
         for keyword in node
         if keyword in KEYWORDS and inexact(node, keyword)
     ]
 
 
-def _llguidance(node: dict[str, Any], keyword: str) -> bool:
+IsInexact = Callable[[dict[str, Any], str], bool]
+
+
+def _llguidance(nodes: list[dict[str, Any]]) -> IsInexact:
     # LLGuidance refuses what it cannot enforce; what is listed here it only approximates.
-    if keyword == "format":
-        return node["format"] not in _EXACT_FORMATS
-    return keyword in UNKNOWN_TO_LLGUIDANCE
+    bounds = {
+        keyword: [node[keyword] for node in nodes if keyword in node] for keyword in _OPPOSITE
+    }
+
+    def is_inexact(node: dict[str, Any], keyword: str) -> bool:
+        if keyword == "format":
+            return node["format"] not in _EXACT_FORMATS
+        if keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            # It allows the bound itself if the other one is close. Schemas may be combined, so
+            # the other one can be anywhere.
+            return any(
+                abs(other - node[keyword]) < 1
+                for opposite in _OPPOSITE[keyword]
+                for other in bounds[opposite]
+            )
+        return keyword in UNKNOWN_TO_LLGUIDANCE
+
+    return is_inexact
 
 
-def _xgrammar(node: dict[str, Any], keyword: str) -> bool:
-    if keyword in ("minLength", "maxLength"):
-        return "pattern" in node or "format" in node
-    return keyword not in _XGRAMMAR_EXACT
+_OPPOSITE = {
+    "minimum": ("maximum", "exclusiveMaximum"),
+    "maximum": ("minimum", "exclusiveMinimum"),
+    "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
+    "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
+}
 
 
-def _outlines(node: dict[str, Any], keyword: str) -> bool:
-    return False  # its adapter compiles only what it enforces
+def _xgrammar(nodes: list[dict[str, Any]]) -> IsInexact:
+    return _inexact_in_xgrammar
 
 
-INEXACT: Mapping[str, Callable[[dict[str, Any], str], bool]] = MappingProxyType(
+def _inexact_in_xgrammar(node: dict[str, Any], keyword: str) -> bool:
+    keywords = KEYWORDS & set(node)
+    if keyword in ("$ref", "anyOf", "const", "enum"):
+        return len(keywords) > 1
+    kind = node.get("type")
+    if keyword == "type":
+        return isinstance(kind, list) and len(keywords) > 1
+    if keyword == "required" and not set(node["required"]) <= set(node.get("properties", ())):
+        return True
+    if keyword == "properties" and not "".join(node["properties"]).isascii():
+        # It lets further properties repeat such a name.
+        return node.get("additionalProperties") is not False
+    return not isinstance(kind, str) or keyword not in _XGRAMMAR_EXACT[kind]
+
+
+def _outlines(nodes: list[dict[str, Any]]) -> IsInexact:
+    return lambda node, keyword: False  # its adapter compiles only what it enforces
+
+
+INEXACT: Mapping[str, Callable[[list[dict[str, Any]]], IsInexact]] = MappingProxyType(
     {"llguidance": _llguidance, "outlines": _outlines, "xgrammar": _xgrammar}
 )
-"""By engine: whether it may enforce a keyword of a schema inexactly."""
+"""By engine: whether it may enforce a keyword inexactly, given all schemas of a document."""

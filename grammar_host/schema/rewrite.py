@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from grammar_host.schema.patterns import to_rust
 from grammar_host.schema.removal import Removal
-from grammar_host.schema.walk import subschemas
+from grammar_host.schema.walk import KEYWORDS, subschemas
 
 MAX_CONDITIONS = 4
 """Dependencies of one schema that are worked out; each doubles the alternatives."""
@@ -22,7 +24,9 @@ def modernize(document: Any) -> Any:
     - `items` and `additionalItems` of tuples become `prefixItems` and `items`, `dependencies`
       become `dependentRequired` and `dependentSchemas`, bounds that are `exclusive: true` become
       exclusive ones.
-    - Dependencies become `anyOf`: either the property is absent, or what depends on it holds.
+    - `propertyNames` with an `enum` becomes `properties` and `additionalProperties: false`.
+    - Dependencies become `anyOf`: either the property is absent, or what depends on it holds. Not
+      where that would give an order to properties that have none.
 
     Up to draft 4, 1.0 was no integer; now it is.
 
@@ -36,15 +40,16 @@ def modernize(document: Any) -> Any:
     for pointer, node in nodes:
         _modernize_tuple(removal, pointer, node)
         _modernize_bounds(node)
+        if split:
+            _list_property_names(removal, pointer, node)
         conditions = _conditions(removal, pointer, node)
-        if not conditions:
-            continue
         rules: list[dict[str, Any]]
-        if split and len(conditions) <= MAX_CONDITIONS:
+        if split and len(conditions) <= MAX_CONDITIONS and _keep_order(node, conditions):
             rules = [{"anyOf": [{"properties": {name: False}}, rule]} for name, rule in conditions]
         else:
             rules = [{"dependentSchemas": {name: rule}} for name, rule in conditions]
-        node["allOf"] = [*node.get("allOf", ()), *rules]
+        if rules:
+            node["allOf"] = [*node.get("allOf", ()), *rules]
     removal.finish()
     if isinstance(document, dict):
         document["$schema"] = _NEWEST
@@ -52,7 +57,11 @@ def modernize(document: Any) -> Any:
 
 
 def lower_for_llguidance(document: Any) -> Any:
-    """A copy for LLGuidance: patterns in its dialect, `propertyNames` as `patternProperties`.
+    """A copy for LLGuidance.
+
+    - Patterns are written in its dialect.
+    - `propertyNames` with a pattern becomes `patternProperties`.
+    - Exclusive bounds of integers become inclusive ones.
 
     Args:
         document: what `modernize` returned.
@@ -62,6 +71,8 @@ def lower_for_llguidance(document: Any) -> Any:
     nodes = list(subschemas(document))
     lower_names = not _looks_at_evaluation(node for _, node in nodes)
     for pointer, node in nodes:
+        if node.get("type") == "integer":
+            _include_bounds(node)
         if lower_names:
             _lower_property_names(removal, pointer, node)
         if "pattern" in node:
@@ -99,6 +110,38 @@ def _modernize_bounds(node: dict[str, Any]) -> None:
                 node[exclusive] = node.pop(inclusive)
 
 
+def _include_bounds(node: dict[str, Any]) -> None:
+    lowest = [math.ceil(node["minimum"])] if "minimum" in node else []
+    highest = [math.floor(node["maximum"])] if "maximum" in node else []
+    if "exclusiveMinimum" in node:
+        lowest.append(math.floor(node.pop("exclusiveMinimum")) + 1)
+    if "exclusiveMaximum" in node:
+        highest.append(math.ceil(node.pop("exclusiveMaximum")) - 1)
+    if lowest:
+        node["minimum"] = max(lowest)
+    if highest:
+        node["maximum"] = min(highest)
+
+
+def _list_property_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
+    """An `enum` of names: all others lead to `additionalProperties: false`."""
+    rule = node.get("propertyNames")
+    if not isinstance(rule, dict) or rule.keys() - {"type"} != {"enum"}:
+        return
+    names = [name for name in rule["enum"] if isinstance(name, str)]
+    if rule.get("type", "string") != "string" or node.get("patternProperties"):
+        return  # a name that matches a pattern is not additional
+    removal.remove(pointer, node, "propertyNames")
+    rest: Any = True
+    if "additionalProperties" in node:
+        rest = removal.remove(pointer, node, "additionalProperties")
+    listed = node.get("properties", {})
+    kept = {name: item if name in names else False for name, item in listed.items()}
+    added = {name: rest for name in names if name not in listed}
+    node["properties"] = {**kept, **added}
+    node["additionalProperties"] = False
+
+
 def _conditions(removal: Removal, pointer: str, node: dict[str, Any]) -> list[tuple[str, Any]]:
     """Takes the dependencies out: names, and what holds where they are present."""
     conditions: list[tuple[str, Any]] = []
@@ -110,18 +153,46 @@ def _conditions(removal: Removal, pointer: str, node: dict[str, Any]) -> list[tu
     return conditions
 
 
+def _keep_order(node: dict[str, Any], conditions: list[tuple[str, Any]]) -> bool:
+    """Whether the schema itself lists, and so orders, all the names of its dependencies."""
+    names = {name for name, _ in conditions}
+    for _, rule in conditions:
+        if isinstance(rule, dict):
+            names.update(rule.get("properties", ()), rule.get("required", ()))
+    return names <= set(node.get("properties", ()))
+
+
 def _lower_property_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
-    """`propertyNames: {pattern}` alone: every other name leads to `additionalProperties: false`."""
+    """Other names than those allowed lead to `additionalProperties: false`."""
     rule = node.get("propertyNames")
-    if not isinstance(rule, dict) or node.get("patternProperties") or node.get("properties"):
-        return  # the listed names would have to match, too
-    if rule.get("type", "string") != "string" or {*rule} - {"type"} != {"pattern"}:
+    if not isinstance(rule, dict) or node.get("patternProperties"):
         return
+    keywords = KEYWORDS & set(rule) - ({"type"} if rule.get("type") == "string" else set())
+    if keywords == {"enum"}:
+        _list_names(removal, pointer, node, rule["enum"])
+        return
+    if keywords != {"pattern"} or node.get("properties"):
+        return  # the listed names would have to match, too
     removal.remove(pointer, node, "propertyNames")
-    values = removal.remove(pointer, node, "additionalProperties") if _has_rest(node) else True
-    node["patternProperties"] = {rule["pattern"]: values}
+    rest = removal.remove(pointer, node, "additionalProperties") if _says_rest(node) else True
+    node["patternProperties"] = {rule["pattern"]: rest}
     node["additionalProperties"] = False
 
 
-def _has_rest(node: dict[str, Any]) -> bool:
+def _list_names(removal: Removal, pointer: str, node: dict[str, Any], names: list[Any]) -> None:
+    removal.remove(pointer, node, "propertyNames")
+    properties = node.get("properties", {})
+    if any(name not in names for name in properties):
+        removal.remove(pointer, node, "properties")
+        node["properties"] = {
+            name: rule if name in names else False for name, rule in properties.items()
+        }
+    rest = removal.remove(pointer, node, "additionalProperties") if _says_rest(node) else True
+    others = [name for name in names if isinstance(name, str) and name not in properties]
+    if others and rest is not False:
+        node["patternProperties"] = {f"^(?:{'|'.join(map(re.escape, others))})$": rest}
+    node["additionalProperties"] = False
+
+
+def _says_rest(node: dict[str, Any]) -> bool:
     return "additionalProperties" in node

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,19 @@ from grammar_host.schema.order import restore_property_order
 from grammar_host.schema.reading import Schema
 from grammar_host.schema.rewrite import lower_for_llguidance, modernize
 from grammar_host.schema.weaken import (
+    Step,
     any_for_one,
     in_any_order,
     leave_out_beside_circles,
-    leave_out_large_numbers,
+    leave_out_imprecise,
+    leave_out_refused,
     leave_out_unknown,
+    merge_patterns,
+    weaken,
 )
+
+MAX_TRIALS = 200
+"""Patterns and multiples of one schema that are tried by themselves."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +41,54 @@ class Version:
     inexact: tuple[str, ...]
 
 
-def versions(schema: Schema, backend: str) -> Iterator[Version]:
+def versions(
+    schema: Schema, backend: str, compiles: Callable[[Any], bool] = lambda schema: True
+) -> Iterator[Version]:
     """What to offer to an engine, until it compiles one.
 
     Args:
         schema: what the caller asked for.
         backend: the engine's name, a key of `INEXACT`.
+        compiles: whether the engine compiles a (small) schema.
     """
     simple = modernize(schema.document)
+    canonical, in_order = restore_property_order(schema.canonical, schema.document)
+    canonical = modernize(canonical)
     if backend != "llguidance":
+        # The canonical form states every type, without which XGrammar guesses one.
+        yield _version(canonical, [], backend)
         yield _version(simple, [], backend)
         return
-    simple, rounded = leave_out_large_numbers(lower_for_llguidance(simple))
-    yield _version(simple, rounded, backend)
-    canonical = restore_property_order(schema.canonical, schema.document)
-    canonical, also_rounded = leave_out_large_numbers(lower_for_llguidance(modernize(canonical)))
-    yield _version(canonical, also_rounded, backend)
-    for document, missing in ((canonical, also_rounded), (simple, rounded)):
-        for weaken in (leave_out_unknown, in_any_order, any_for_one, leave_out_beside_circles):
-            document, left_out = weaken(document)
-            missing = missing + left_out
-            yield _version(document, missing, backend)
+    simple, canonical = lower_for_llguidance(simple), lower_for_llguidance(canonical)
+    yield _version(*weaken(simple, (leave_out_imprecise,)), backend)
+    if in_order:
+        yield _version(*weaken(canonical, (leave_out_imprecise,)), backend)
+    for document in (canonical, simple):
+        tried = None
+        for steps in _weaker(compiles):
+            weaker, missing = weaken(document, (leave_out_imprecise, *steps))
+            if weaker != tried:
+                yield _version(weaker, missing, backend)
+            tried = weaker
+
+
+def _weaker(compiles: Callable[[Any], bool]) -> Iterator[tuple[Step, ...]]:
+    """What LLGuidance is offered less and less of."""
+
+    served: dict[str, bool] = {}
+
+    def is_served(schema: Any) -> bool:
+        key = json.dumps(schema)
+        if key not in served and len(served) < MAX_TRIALS:
+            served[key] = compiles(schema)
+        return served.get(key, False)
+
+    # Where the gate has to look at objects anyway, their properties may come in any order.
+    free = (leave_out_unknown, leave_out_refused(is_served), in_any_order)
+    yield free
+    yield *free, any_for_one
+    yield *free, any_for_one, leave_out_beside_circles
+    yield merge_patterns, *free, any_for_one, leave_out_beside_circles
 
 
 def _version(document: Any, missing: list[str], backend: str) -> Version:

@@ -33,6 +33,51 @@ _LISTS = frozenset({*IN_PLACE_LISTS, "prefixItems", "items"})
 _MAPS = frozenset({*DEFINITIONS, *IN_PLACE_MAPS, "patternProperties", "properties"})
 
 
+KEYWORDS = frozenset(
+    {
+        "$ref",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "const",
+        "contains",
+        "dependentSchemas",
+        "else",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "if",
+        "items",
+        "maxContains",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "maximum",
+        "minContains",
+        "minItems",
+        "minLength",
+        "minProperties",
+        "minimum",
+        "multipleOf",
+        "not",
+        "oneOf",
+        "pattern",
+        "patternProperties",
+        "prefixItems",
+        "properties",
+        "propertyNames",
+        "required",
+        "then",
+        "type",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+    }
+)
+"""What constrains documents, in the words that `grammar_host.schema.rewrite` leaves."""
+
+
 def escape(token: str | int) -> str:
     """One reference token of a JSON pointer (RFC 6901)."""
     return str(token).replace("~", "~0").replace("/", "~1")

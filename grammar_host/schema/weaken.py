@@ -1,18 +1,26 @@
 """Leaving out of a schema what an engine cannot express; the completion gate checks it instead.
 
-Every function takes a schema in the words of draft 2020-12 (`grammar_host.schema.rewrite`) and
-returns a new one that every valid document satisfies, with the JSON pointers of what is missing.
+What is weaker is satisfied by every document that satisfied what was there before.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from typing import Any
 
+from grammar_host.schema.patterns import stacks_quantifiers
 from grammar_host.schema.removal import Removal
-from grammar_host.schema.walk import children, escape, referred, subschemas
+from grammar_host.schema.walk import (
+    KEYWORDS,
+    children,
+    escape,
+    in_place,
+    referred,
+    subschemas,
+)
 
 UNKNOWN_TO_LLGUIDANCE = frozenset(
     {
@@ -30,19 +38,6 @@ UNKNOWN_TO_LLGUIDANCE = frozenset(
         "uniqueItems",
     }
 )
-MAX_EXACT = 2**53
-"""From here on floats are no longer exact."""
-
-_HOLD_NUMBERS = (
-    "const",
-    "enum",
-    "exclusiveMaximum",
-    "exclusiveMinimum",
-    "maximum",
-    "minimum",
-    "multipleOf",
-)
-
 LLGUIDANCE_FORMATS = frozenset(
     {
         "date",
@@ -59,96 +54,224 @@ LLGUIDANCE_FORMATS = frozenset(
 )
 
 
-def leave_out_unknown(document: Any) -> tuple[Any, list[str]]:
-    """Without the keywords and formats that LLGuidance does not know or cannot combine."""
+Step = Callable[[Any, str, dict[str, Any], Removal], list[str]]
+"""Changes one schema of a document in place: the document, the schema's pointer, the schema. Returns
+the pointers of what it left out."""
+
+
+def weaken(document: Any, steps: Iterable[Step]) -> tuple[Any, list[str]]:
+    """A copy of a schema that is weaker, and the JSON pointers of what is missing from it.
+
+    Args:
+        document: a schema in the words of draft 2020-12 (`grammar_host.schema.rewrite`).
+        steps: what to do to every subschema, one after the other.
+    """
     document = copy.deepcopy(document)
+    missing: list[str] = []
+    weaker: list[dict[str, Any]] = []
+    for step in steps:
+        removal = Removal(document)
+        for pointer, node in list(subschemas(document)):
+            left_out = step(document, pointer, node, removal)
+            if left_out:
+                weaker.append(node)
+                missing += left_out
+        removal.finish()
+    # With a weaker branch, `oneOf` would be stronger.
+    affected = _affected(document, weaker)
     removal = Removal(document)
-    missing = []
     for pointer, node in list(subschemas(document)):
-        for keyword in list(_unknown_keywords(node)):
-            removal.remove(pointer, node, keyword)
+        if any(id(branch) in affected for branch in node.get("oneOf", ())):
+            missing += any_for_one(document, pointer, node, removal)
+    removal.finish()
+    return document, missing
+
+
+def leave_out_imprecise(
+    document: Any, pointer: str, node: dict[str, Any], removal: Removal
+) -> list[str]:
+    """What LLGuidance would take for something else.
+
+    That is numbers which a float of 64 bits cannot hold, some multiples (of 0.25 it would require
+    both decimals), and patterns with stacked quantifiers.
+    """
+    missing = []
+    for keyword in ("const", "enum"):
+        if keyword in node and _has_rounded(node[keyword]):
+            del node[keyword]
             missing.append(f"{pointer}/{keyword}")
-        missing.extend(f"{pointer}{path}" for path in _leave_out_overlaps(node))
-    removal.finish()
-    return document, missing
+    for keyword in _BOUNDS:
+        if keyword in node and _is_rounded(node, keyword):
+            del node[keyword]
+            missing.append(f"{pointer}/{keyword}")
+    if _has_rounded(node.get("multipleOf")):
+        del node["multipleOf"]
+        missing.append(f"{pointer}/multipleOf")
+    elif "multipleOf" in node:
+        _, digits, exponent = Decimal(str(node["multipleOf"])).normalize().as_tuple()
+        if len(digits) > 1 and isinstance(exponent, int) and exponent < -1:
+            node["multipleOf"] = round(10**exponent, -exponent)
+            missing.append(f"{pointer}/multipleOf")
+    return missing + _leave_out_patterns(pointer, node, removal, stacks_quantifiers)
 
 
-def leave_out_large_numbers(document: Any) -> tuple[Any, list[str]]:
-    """Without numbers that LLGuidance, which computes in floats, would round (or crash on)."""
-    document = copy.deepcopy(document)
-    removal = Removal(document)
+def leave_out_refused(is_served: Callable[[Any], bool]) -> Step:
+    """Patterns (look-around, anchors in the middle) and multiples that an engine refuses.
+
+    Args:
+        is_served: whether the engine compiles a small schema.
+    """
+
+    def is_refused(pattern: str) -> bool:
+        return not is_served({"type": "string", "pattern": pattern})
+
+    def step(document: Any, pointer: str, node: dict[str, Any], removal: Removal) -> list[str]:
+        missing = _leave_out_patterns(pointer, node, removal, is_refused)
+        divisor = node.get("multipleOf")
+        if divisor is not None and not is_served({"type": "number", "multipleOf": divisor}):
+            del node["multipleOf"]
+            missing.append(f"{pointer}/multipleOf")
+        return missing
+
+    return step
+
+
+def _leave_out_patterns(
+    pointer: str, node: dict[str, Any], removal: Removal, is_left_out: Callable[[str], bool]
+) -> list[str]:
     missing = []
-    for pointer, node in list(subschemas(document)):
-        for keyword in _HOLD_NUMBERS:
-            if keyword in node and _has_large_number(node[keyword]):
-                removal.remove(pointer, node, keyword)
-                missing.append(f"{pointer}/{keyword}")
-    removal.finish()
-    return document, missing
+    if "pattern" in node and is_left_out(node["pattern"]):
+        del node["pattern"]
+        missing.append(f"{pointer}/pattern")
+    left_out = [name for name in node.get("patternProperties", ()) if is_left_out(name)]
+    if left_out:
+        ruled = removal.remove(pointer, node, "patternProperties")
+        node["patternProperties"] = {k: v for k, v in ruled.items() if k not in left_out}
+        # What the patterns may match is no longer told from the rest.
+        if "additionalProperties" in node:
+            rest = removal.remove(pointer, node, "additionalProperties")
+            node["additionalProperties"] = {"anyOf": [rest, *(ruled[name] for name in left_out)]}
+        missing += [f"{pointer}/patternProperties/{escape(name)}" for name in left_out]
+    return missing
 
 
-def _has_large_number(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_large_number, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_large_number, value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) >= MAX_EXACT or "e" in repr(value)
+def leave_out_unknown(
+    document: Any, pointer: str, node: dict[str, Any], removal: Removal
+) -> list[str]:
+    """Keywords and formats that LLGuidance does not know or cannot combine."""
+    unknown = list(_unknown_keywords(node))
+    for keyword in unknown:
+        removal.remove(pointer, node, keyword)
+    return [f"{pointer}/{keyword}" for keyword in unknown] + [
+        f"{pointer}{path}" for path in _leave_out_overlaps(node)
+    ]
 
 
-def any_for_one(document: Any) -> tuple[Any, list[str]]:
-    """With `anyOf` for every `oneOf`."""
-    document = copy.deepcopy(document)
-    removal = Removal(document)
-    missing = []
-    for pointer, node in list(subschemas(document)):
-        if "oneOf" in node:
-            branches = removal.remove(pointer, node, "oneOf")
-            node["allOf"] = [*node.get("allOf", ()), {"anyOf": branches}]
-            missing.append(f"{pointer}/oneOf")
-    removal.finish()
-    return document, missing
+def any_for_one(document: Any, pointer: str, node: dict[str, Any], removal: Removal) -> list[str]:
+    """`anyOf` instead of `oneOf`."""
+    if "oneOf" not in node:
+        return []
+    branches = removal.remove(pointer, node, "oneOf")
+    if "anyOf" in node:
+        node["allOf"] = [*node.get("allOf", ()), {"anyOf": branches}]
+    else:
+        node["anyOf"] = branches
+    return [f"{pointer}/oneOf"]
 
 
-def in_any_order(document: Any) -> tuple[Any, list[str]]:
-    """With properties in any order, the required ones left to the gate.
+def in_any_order(document: Any, pointer: str, node: dict[str, Any], removal: Removal) -> list[str]:
+    """Properties in any order, the required ones left to the gate.
 
     LLGuidance fixes the order of `properties`, but not of names that match `patternProperties`.
     Objects that have both keep their order.
     """
-    document = copy.deepcopy(document)
-    removal = Removal(document)
-    missing = []
-    for pointer, node in list(subschemas(document)):
-        if not node.get("properties") or node.get("patternProperties"):
-            continue
+    if node.get("properties") and not node.get("patternProperties"):
         properties = removal.remove(pointer, node, "properties")
         node["patternProperties"] = {
-            f"^{re.escape(name)}$": properties[name] for name in properties
+            f"^{re.escape(name)}$": rule for name, rule in properties.items()
         }
-        if node.pop("required", None):
-            missing.append(f"{pointer}/required")
-    removal.finish()
-    return document, missing
+    # Required names that are not listed have to come first.
+    return (
+        [] if node.get("properties") or not node.pop("required", None) else [f"{pointer}/required"]
+    )
 
 
-def leave_out_beside_circles(document: Any) -> tuple[Any, list[str]]:
-    """Without what stands beside a reference that leads in a circle, which LLGuidance refuses."""
-    document = copy.deepcopy(document)
-    removal = Removal(document)
+def merge_patterns(
+    document: Any, pointer: str, node: dict[str, Any], removal: Removal
+) -> list[str]:
+    """One rule for all names that match some pattern: LLGuidance wants patterns disjoint."""
+    ruled = node.get("patternProperties", {})
+    if len(ruled) < 2:
+        return []
+    removal.remove(pointer, node, "patternProperties")
+    either = "|".join(f"(?:{pattern})" for pattern in ruled)
+    node["patternProperties"] = {either: {"anyOf": list(ruled.values())}}
+    return [f"{pointer}/patternProperties"]
+
+
+def leave_out_beside_circles(
+    document: Any, pointer: str, node: dict[str, Any], removal: Removal
+) -> list[str]:
+    """What LLGuidance would have to combine with a reference that leads in a circle.
+
+    Alternatives with such a reference go where there are other rules beside them; other rules go
+    where such a reference must hold.
+    """
     missing = []
-    for pointer, node in list(subschemas(document)):
-        circle = _circle(document, node)
-        beside = sorted(_RULES & set(node))
-        if circle is None or not beside:
-            continue
-        for keyword in beside:
+    for keyword in ("anyOf", "oneOf"):
+        rules = _COMBINED & set(node)
+        if keyword in node and len(rules) > 1 and _has_circle(document, node[keyword]):
             removal.remove(pointer, node, keyword)
-            missing.append(f"{pointer}/{keyword}")
-        node["$ref"] = circle
-    removal.finish()
-    return document, missing
+            missing.append(keyword)
+    branches = (node, *node.get("allOf", ()))
+    circle = next((branch for branch in branches if _leads_in_circle(document, branch)), None)
+    beside = sorted(_COMBINED & set(node) - {"$ref"})
+    if circle is None or not beside:
+        return [f"{pointer}/{keyword}" for keyword in missing]
+    reference = circle["$ref"]
+    for keyword in beside:
+        removal.remove(pointer, node, keyword)
+    node["$ref"] = reference
+    return [f"{pointer}/{keyword}" for keyword in (*missing, *beside)]
+
+
+def _affected(document: Any, changed: list[dict[str, Any]]) -> set[int]:
+    """The schemas whose meaning depends on one of those that were changed."""
+    users: dict[int, list[int]] = {}
+    for _, node in subschemas(document):
+        used = [child for _, child in children(node)]
+        used.append(referred(document, node))
+        for item in used:
+            users.setdefault(id(item), []).append(id(node))
+    affected: set[int] = set()
+    queue = [id(node) for node in changed]
+    while queue:
+        node_id = queue.pop()
+        if node_id not in affected:
+            affected.add(node_id)
+            queue.extend(users.get(node_id, ()))
+    return affected
+
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def _is_rounded(node: dict[str, Any], keyword: str) -> bool:
+    bound = node[keyword]
+    if node.get("type") == "integer" and bound == 2**63 - 1 and keyword == "maximum":
+        return False  # the largest integer it knows
+    return abs(bound) > 2**63 or _has_rounded(bound)
+
+
+def _has_rounded(value: Any) -> bool:
+    """Whether a value holds a number that LLGuidance rounds, spells differently or crashes on."""
+    if isinstance(value, dict):
+        return any(_has_rounded(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_has_rounded(item) for item in value)
+    if isinstance(value, float):
+        return "e" in repr(value)
+    return isinstance(value, int) and (abs(value) >= 2**63 or int(float(value)) != value)
 
 
 def _unknown_keywords(node: dict[str, Any]) -> Iterator[str]:
@@ -181,49 +304,29 @@ def _may_match(pattern: str, name: str) -> bool:
         return True
 
 
-_RULES = frozenset(
-    {
-        "additionalProperties",
-        "allOf",
-        "anyOf",
-        "const",
-        "enum",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "format",
-        "items",
-        "maxItems",
-        "maxLength",
-        "maxProperties",
-        "maximum",
-        "minItems",
-        "minLength",
-        "minProperties",
-        "minimum",
-        "multipleOf",
-        "oneOf",
-        "pattern",
-        "patternProperties",
-        "prefixItems",
-        "properties",
-        "required",
-        "type",
-    }
-)
+_COMBINED = KEYWORDS - UNKNOWN_TO_LLGUIDANCE
 """What LLGuidance intersects with what it finds beside it."""
 
 
-def _circle(document: Any, node: dict[str, Any]) -> str | None:
-    """The reference of a schema, or of a branch of its `allOf`, that leads back to itself."""
-    for branch in (node, *node.get("allOf", ())):
-        if isinstance(branch, dict) and "$ref" in branch and _leads_back(document, branch):
-            return str(branch["$ref"])
-    return None
+def _has_circle(document: Any, schemas: list[Any]) -> bool:
+    """Whether one of the schemas, or one that it names for the same value, leads in a circle."""
+    seen: set[int] = set()
+    queue = list(schemas)
+    while queue:
+        schema = queue.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        if _leads_in_circle(document, schema):
+            return True
+        queue.extend(item for _, item in in_place(schema))
+        queue.append(referred(document, schema))
+    return False
 
 
-def _leads_back(document: Any, node: dict[str, Any]) -> bool:
-    """Whether what the node refers to refers to itself, directly or not."""
-    start = referred(document, node)
+def _leads_in_circle(document: Any, schema: Any) -> bool:
+    """Whether what the schema refers to refers to itself, directly or not."""
+    start = referred(document, schema) if isinstance(schema, dict) else None
     seen: set[int] = set()
     queue = [start]
     while queue:

@@ -119,7 +119,7 @@ def test_pydantic_models_are_schemas():
 
     guide = Guide.json_schema(Person)
     assert guide == Guide.json_schema(Person.model_json_schema())
-    assert compiler().compile(guide).backend == "xgrammar"
+    assert compiler().compile(guide).backend == "llguidance"
 
 
 def test_parentheses_that_are_text_do_not_nest():

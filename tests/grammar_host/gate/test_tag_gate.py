@@ -140,10 +140,11 @@ def test_drafts_run_into_and_out_of_a_call():
 
 def test_where_no_gate_can_stand_the_schema_is_refused_with_its_place():
     free = {"type": "sequence", "elements": [{"type": "any_text"}, tag("<f>", SCHEMA, "</f>")]}
-    bare = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 2}}
+    number = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 2}}
+    behind = {"type": "sequence", "elements": [{"type": "const_string", "value": "n="}, number]}
     for format_, pointer in (
         (free, "/format/elements/1/content/json_schema/properties/"),
-        (bare, "/format/json_schema/multipleOf"),
+        (behind, "/format/elements/1/json_schema/multipleOf"),
         (tag("<f>", {"type": "number", "multipleOf": 2}, "</f>"), "/format/content/json_schema"),
     ):
         with pytest.raises(UnsupportedGuideError, match="does not enforce it here") as info:
@@ -151,6 +152,14 @@ def test_where_no_gate_can_stand_the_schema_is_refused_with_its_place():
         assert info.value.param == "structural_tag"
         assert info.value.pointer is not None
         assert info.value.pointer.startswith(pointer)
+
+
+def test_a_text_that_is_one_document_is_checked_as_a_whole():
+    number = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 2}}
+    grammar = compiler().compile(Guide.structural_tag({"type": "structural_tag", "format": number}))
+    assert not grammar.exact
+    assert accepts(grammar.matcher(), "12")
+    assert not accepts(grammar.matcher(), "13")
 
 
 def test_one_tag_cannot_stand_for_two_gated_schemas():
