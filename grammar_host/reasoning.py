@@ -13,7 +13,7 @@ grammar's. So what a blank means depends on the text, not on how it is spread ov
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray

@@ -66,7 +66,7 @@ def prepare_tag_schemas(guide: Guide, backend: str) -> TagSchemas:
         begin = _begin_of(guide.document, part)
         if part.format_pointer == "/format":
             whole = text
-        elif begin is None or gated.setdefault(begin, text) != text:
+        elif begin is None or not schema.ends_itself() or gated.setdefault(begin, text) != text:
             _require_exact(part, backend, version.inexact)
     text = json.dumps(document, ensure_ascii=False)
     return TagSchemas(replace(guide, text=text), gated, whole, tuple(inexact))
@@ -103,12 +103,7 @@ def _begin_of(document: Mapping[str, Any], part: TagPart) -> str | None:
             return None
         if f"{pointer}/content" == part.format_pointer and isinstance(node.get("begin"), str):
             found = node["begin"] or None
-    return found if _writes_container(part.value) else None
-
-
-def _writes_container(schema: Any) -> bool:
-    # A bare number has no end of its own, so nothing would say when to validate it.
-    return isinstance(schema, dict) and schema.get("type") in ("object", "array")
+    return found
 
 
 def _require_exact(part: TagPart, backend: str, inexact: Any) -> None:

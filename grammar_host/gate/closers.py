@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from grammar_host.bitmask import token_row
 from grammar_host.gate.cursor import Cursor
 from grammar_host.tokenizer import TokenizerInfo
 
-_STRUCTURE = re.compile(rb'[",}\]]')
+_KEY = re.compile(rb'[,{]\s*"[^"]')
 _BRACKET = re.compile(rb"[}\]]")
 
 
@@ -29,31 +30,46 @@ class Closers:
     """Rows of the tokens that have to be examined, by the state of a text. Shared by all gates."""
 
     def __init__(self, tokenizer_info: TokenizerInfo) -> None:
-        texts = tokenizer_info.vocabulary
-        outside = [
-            token
-            for token, text in enumerate(texts)
-            if closes_container(text, in_string=False) or text.count(b'"') > 1
-        ]
-        inside = [t for t, text in enumerate(texts) if closes_container(text, in_string=True)]
-        quotes = [token for token, text in enumerate(texts) if b'"' in text]
-        self._outside = token_row(outside, len(texts))
-        self._inside = token_row(inside, len(texts))
-        self._quotes = token_row(quotes, len(texts))
-        self._structure = token_row(
-            [t for t, text in enumerate(texts) if _STRUCTURE.search(text)], len(texts)
+        self._texts = tokenizer_info.vocabulary
+        outside = self._row(
+            lambda text: closes_container(text, in_string=False) or text.count(b'"') > 1
         )
+        inside = self._row(lambda text: closes_container(text, in_string=True))
+        keys = self._row(lambda text: _KEY.search(text) is not None)
+        self._quotes = self._row(lambda text: b'"' in text)
+        commas = self._row(lambda text: b"," in text)
+        commas_behind_quotes = self._row(lambda text: b"," in text.partition(b'"')[2])
+        # By whether no key is left: None where any key may follow.
+        self._outside = {None: outside, False: outside | keys, True: outside | commas}
+        self._inside = {None: inside, False: inside | keys, True: inside | commas_behind_quotes}
+        self._beginning = self._rows_by_first_byte()
 
-    def row(self, cursor: Cursor, *, string_matters: bool, keys_matter: bool) -> NDArray[np.int32]:
-        """int32 [W], read-only: the tokens that may finish something here.
+    def _row(self, holds: Callable[[bytes], bool]) -> NDArray[np.int32]:
+        tokens = [token for token, text in enumerate(self._texts) if holds(text)]
+        return token_row(tokens, len(self._texts))
+
+    def _rows_by_first_byte(self) -> dict[bytes, NDArray[np.int32]]:
+        tokens: dict[bytes, list[int]] = {bytes([byte]): [] for byte in range(256)}
+        for token, text in enumerate(self._texts):
+            if text:
+                tokens[text[:1]].append(token)
+        return {first: token_row(ids, len(self._texts)) for first, ids in tokens.items()}
+
+    def row(
+        self, cursor: Cursor, *, string_matters: bool, keys_left: int | None
+    ) -> NDArray[np.int32]:
+        """int32 [W]: the tokens that may finish something here, or begin a key that may not be.
 
         Args:
             cursor: where the text stands.
             string_matters: whether the end of the string being written is to be examined.
-            keys_matter: whether it matters that a key begins.
+            keys_left: how many keys the innermost object may still get; None for any.
         """
-        if keys_matter:
-            return self._structure
-        if cursor.string_start < 0:
-            return self._outside
-        return self._quotes if string_matters else self._inside
+        if cursor.string_start >= 0 and string_matters:
+            return self._quotes
+        rows = self._outside if cursor.string_start < 0 else self._inside
+        return rows[None if keys_left is None else keys_left == 0]
+
+    def beginning_with(self, first: bytes) -> NDArray[np.int32]:
+        """int32 [W], read-only: the tokens that begin with a byte."""
+        return self._beginning[first]

@@ -107,7 +107,7 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
         elif frame is None:
             continue  # a stray byte: the engine refuses it
         elif byte == b",":
-            if frame.is_object and not _keys_left(frame, b"", rules):
+            if frame.is_object and keys_left(frame, b"", rules) == []:
                 return None
             frame = Frame(
                 frame.parent,
@@ -127,7 +127,7 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
     moved = Cursor(frame, string_start, escaped, cursor.closed)
     if frame is not None and writes_key(moved):
         begun = text[string_start + 1 :]
-        if b"\\" not in begun and not _keys_left(frame, begun, rules):
+        if b"\\" not in begun and keys_left(frame, begun, rules) == []:
             return None
     return moved
 
@@ -138,17 +138,12 @@ def writes_key(cursor: Cursor) -> bool:
     return cursor.string_start >= 0 and frame is not None and frame.is_object and frame.key is None
 
 
-def _keys_left(frame: Frame, begun: bytes, rules: Rules) -> bool:
-    """Whether an object may still get a key that begins like this."""
-    names = rules.names(frame.nodes)
+def keys_left(frame: Frame, begun: bytes, rules: Rules) -> list[bytes] | None:
+    """The keys that an object may still get and that begin like this; None if any."""
+    names = rules.names(frame.nodes) if frame.is_object else None
     if names is None:
-        return True
-    return any(name.startswith(begun) and name not in frame.keys for name in names)
-
-
-def is_closed(frame: Frame | None, rules: Rules) -> bool:
-    """Whether an object is limited to the keys that its schemas list."""
-    return frame is not None and frame.is_object and rules.names(frame.nodes) is not None
+        return None
+    return [name for name in names if name.startswith(begun) and name not in frame.keys]
 
 
 def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:
@@ -161,6 +156,8 @@ def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:
 
 
 def _unescaped(key: bytes) -> str:
+    if b"\\" not in key:
+        return key.decode("utf-8", "replace")
     try:
         return str(json.loads(f'"{key.decode()}"'))
     except ValueError:  # the engine lets no such key pass

@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
 from grammar_host.gate.closers import Closers, closes_container
-from grammar_host.gate.cursor import START, Cursor, follow, is_closed, nodes_of_value, writes_key
+from grammar_host.gate.cursor import (
+    START,
+    Cursor,
+    follow,
+    keys_left,
+    nodes_of_value,
+    writes_key,
+)
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -73,15 +80,19 @@ class GatedMatcher(EngineMatcher):
             row &= self._text_row
         if cursor.closed:
             return
+        left = None if cursor.frame is None else keys_left(cursor.frame, b"", self._rules)
         repeats: set[bytes] | None = None
-        candidates = row
-        closed = is_closed(cursor.frame, self._rules)
-        if writes_key(cursor):
-            # Every token may lead to a key that is there already, unless others are open.
-            repeats = None if closed else self._key_endings(cursor)
-        if not (closed and writes_key(cursor)):
-            matters = self._string_matters(cursor)
-            candidates = row & self._closers.row(cursor, string_matters=matters, keys_matter=closed)
+        if left is not None and writes_key(cursor):
+            row &= self._key_row(cursor)
+            candidates = row
+        else:
+            if writes_key(cursor):
+                repeats = self._key_endings(cursor)
+            candidates = row & self._closers.row(
+                cursor,
+                string_matters=self._string_matters(cursor),
+                keys_left=None if left is None else len(left),
+            )
         for word in np.flatnonzero(candidates):
             bits = int(candidates[word]) & 0xFFFF_FFFF
             kept = int(row[word]) & 0xFFFF_FFFF
@@ -144,6 +155,17 @@ class GatedMatcher(EngineMatcher):
         if writes_key(cursor):
             return bool(self._key_endings(cursor))
         return self._rules.rules_strings(nodes_of_value(cursor.frame, self._rules))
+
+    def _key_row(self, cursor: Cursor) -> NDArray[np.int32]:
+        """int32 [W]: the tokens whose first byte may continue a key that is still to come."""
+        assert cursor.frame is not None
+        begun = self._text[cursor.string_start + 1 :]
+        firsts = {b"\\"}  # escapes are not followed
+        if b"\\" in begun:
+            return np.full_like(self._text_row, -1)
+        for name in keys_left(cursor.frame, begun, self._rules) or ():
+            firsts.add(name[len(begun) : len(begun) + 1] or b'"')
+        return np.bitwise_or.reduce([self._closers.beginning_with(first) for first in firsts])
 
     def _key_endings(self, cursor: Cursor) -> set[bytes]:
         """What would make the key being written one that the object already has."""

@@ -54,6 +54,7 @@ class Rules:
         }
         self._closures: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         self._children: dict[tuple[Nodes, str | int | None], Nodes] = {}
+        self._about_strings: dict[Nodes, bool] = {}
         self._names: dict[Nodes, frozenset[bytes] | None] = {}
         self._verdicts: dict[tuple[Nodes, bytes], bool] = {}
 
@@ -113,9 +114,13 @@ class Rules:
 
     def rules_strings(self, nodes: Nodes) -> bool:
         """Whether the schemas say something about strings that an engine may not enforce."""
-        return any(
-            _RULES_OF_STRINGS & set(schema) for node in nodes for _, schema in self._closure(node)
-        )
+        if nodes not in self._about_strings:
+            self._about_strings[nodes] = any(
+                _RULES_OF_STRINGS & schema.keys()
+                for node in nodes
+                for _, schema in self._closure(node)
+            )
+        return self._about_strings[nodes]
 
     def violation(self, nodes: Nodes, text: bytes) -> tuple[str, str] | None:
         """The keyword that a part violates and its JSON pointer; None if there is none."""

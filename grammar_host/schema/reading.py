@@ -19,7 +19,14 @@ from grammar_host.schema.references import localize_references, require_progress
 from grammar_host.schema.removal import Removal, caller_pointer
 from grammar_host.schema.shapes import check_extent, check_shapes
 from grammar_host.schema.strict import close_objects
-from grammar_host.schema.walk import DEFINITIONS, escape, resolve, subschemas, unescape
+from grammar_host.schema.walk import (
+    DEFINITIONS,
+    escape,
+    referred,
+    resolve,
+    subschemas,
+    unescape,
+)
 
 PARAM = "schema"
 """The field that errors about schemas name."""
@@ -103,6 +110,28 @@ class Schema:
     draft: int
     canonical: Any
     notes: tuple[str, ...] = ()
+
+    def ends_itself(self) -> bool:
+        """Whether every document is an object, an array or a string, whose last byte says so."""
+        return _ends_itself(self.document, self.document)
+
+
+def _ends_itself(document: Any, schema: Any) -> bool:
+    # References in circles for the same value have been refused, so this comes to an end.
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return set(types) <= {"array", "object", "string"}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [None])
+    if all(isinstance(value, dict | list | str) for value in values):
+        return True
+    if any(_ends_itself(document, item) for item in schema.get("allOf", ())):
+        return True
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema and all(_ends_itself(document, item) for item in schema[keyword]):
+            return True
+    return _ends_itself(document, referred(document, schema))
 
 
 def validator_for(document: Any) -> jsonschema_rs.Validator:

@@ -24,7 +24,7 @@ def modernize(document: Any) -> Any:
     - `items` and `additionalItems` of tuples become `prefixItems` and `items`, `dependencies`
       become `dependentRequired` and `dependentSchemas`, bounds that are `exclusive: true` become
       exclusive ones.
-    - `propertyNames` with an `enum` becomes `properties` and `additionalProperties: false`.
+    - `propertyNames` with an `enum` of listed properties becomes `additionalProperties: false`.
     - Dependencies become `anyOf`: either the property is absent, or what depends on it holds. Not
       where that would give an order to properties that have none.
 
@@ -124,21 +124,19 @@ def _include_bounds(node: dict[str, Any]) -> None:
 
 
 def _list_property_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
-    """An `enum` of names: all others lead to `additionalProperties: false`."""
-    rule = node.get("propertyNames")
+    """An `enum` of names that have rules already: other names are not allowed."""
+    rule, listed = node.get("propertyNames"), node.get("properties", {})
     if not isinstance(rule, dict) or rule.keys() - {"type"} != {"enum"}:
         return
-    names = [name for name in rule["enum"] if isinstance(name, str)]
     if rule.get("type", "string") != "string" or node.get("patternProperties"):
         return  # a name that matches a pattern is not additional
+    names = {name for name in rule["enum"] if isinstance(name, str)}
+    if not names <= listed.keys():
+        return  # the other ones would be given an order that they do not have
     removal.remove(pointer, node, "propertyNames")
-    rest: Any = True
     if "additionalProperties" in node:
-        rest = removal.remove(pointer, node, "additionalProperties")
-    listed = node.get("properties", {})
-    kept = {name: item if name in names else False for name, item in listed.items()}
-    added = {name: rest for name in names if name not in listed}
-    node["properties"] = {**kept, **added}
+        removal.remove(pointer, node, "additionalProperties")
+    node["properties"] = {name: rule if name in names else False for name, rule in listed.items()}
     node["additionalProperties"] = False
 
 

@@ -137,12 +137,15 @@ REFERRED = {
 }
 
 
+NEEDS_NEXT = {"$ref": "#/$defs/node", "required": ["next"]}
+
+
 @pytest.mark.parametrize(
     ("parameters", "arguments"),
     [
         (REFERRED, '{"next": {"next": {}}}'),
         ({"anyOf": [CITY, {"allOf": [CITY]}]}, '{"city": "a"}'),
-        ({"oneOf": [CITY, {"$ref": "#/$defs/node"}], "$defs": REFERRED["$defs"]}, '{"city": "b"}'),
+        ({"oneOf": [CITY, NEEDS_NEXT], "$defs": REFERRED["$defs"]}, '{"city": "b"}'),
     ],
     ids=["$ref", "anyOf", "oneOf"],
 )
