@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jsonschema_rs
+from jsonschema_rs.canonical.schema import clone
 
 from grammar_host.errors import (
     EmptyLanguageError,
@@ -153,7 +153,7 @@ def read_schema(document: Any, *, strict: bool = False) -> Schema:
         EmptyLanguageError: no document satisfies it.
         GrammarTooComplexError: its combinations would take a validator ages.
     """
-    schema, notes = _with_draft(copy.deepcopy(document))
+    schema, notes = _with_draft(clone(document))
     draft = draft_of(schema)
     localize_references(schema, draft, PARAM)
     check_shapes(schema, PARAM)
@@ -264,7 +264,7 @@ def _cause_of_emptiness(schema: Any) -> str | None:
     """The innermost part without which there would be documents."""
     causes = jsonschema_rs.canonical.find_unsatisfiable(schema, **VALIDATION)
     for pointer in sorted(causes, key=lambda pointer: -pointer.count("/"))[:MAX_CAUSES]:
-        freed = copy.deepcopy(schema)
+        freed = clone(schema)
         parent, _, token = pointer.rpartition("/")
         if not pointer:
             break

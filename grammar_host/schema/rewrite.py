@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterable
 from typing import Any
+
+from jsonschema_rs.canonical.schema import clone
 
 from grammar_host.schema.patterns import to_rust
 from grammar_host.schema.removal import Removal
@@ -33,7 +34,7 @@ def modernize(document: Any) -> Any:
     Args:
         document: a `Schema.document` or a `Schema.canonical`.
     """
-    document = copy.deepcopy(document)
+    document = clone(document)
     removal = Removal(document)
     nodes = list(subschemas(document))
     split = not _looks_at_evaluation(node for _, node in nodes)
@@ -66,7 +67,7 @@ def lower_for_llguidance(document: Any) -> Any:
     Args:
         document: what `modernize` returned.
     """
-    document = copy.deepcopy(document)
+    document = clone(document)
     removal = Removal(document)
     nodes = list(subschemas(document))
     lower_names = not _looks_at_evaluation(node for _, node in nodes)

@@ -52,6 +52,9 @@ def versions(
         compiles: whether the engine compiles a (small) schema.
     """
     simple = modernize(schema.document)
+    if backend == "llguidance":
+        simple = lower_for_llguidance(simple)
+        yield _version(*weaken(simple, (leave_out_imprecise,)), backend)
     canonical, in_order = restore_property_order(schema.canonical, schema.document)
     canonical = modernize(canonical)
     if backend != "llguidance":
@@ -59,8 +62,7 @@ def versions(
         yield _version(canonical, [], backend)
         yield _version(simple, [], backend)
         return
-    simple, canonical = lower_for_llguidance(simple), lower_for_llguidance(canonical)
-    yield _version(*weaken(simple, (leave_out_imprecise,)), backend)
+    canonical = lower_for_llguidance(canonical)
     if in_order:
         yield _version(*weaken(canonical, (leave_out_imprecise,)), backend)
     for document in (canonical, simple):

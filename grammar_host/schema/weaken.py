@@ -5,11 +5,12 @@ What is weaker is satisfied by every document that satisfied what was there befo
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import Any
+
+from jsonschema_rs.canonical.schema import clone
 
 from grammar_host.schema.patterns import stacks_quantifiers
 from grammar_host.schema.removal import Removal
@@ -66,7 +67,7 @@ def weaken(document: Any, steps: Iterable[Step]) -> tuple[Any, list[str]]:
         document: a schema in the words of draft 2020-12 (`grammar_host.schema.rewrite`).
         steps: what to do to every subschema, one after the other.
     """
-    document = copy.deepcopy(document)
+    document = clone(document)
     missing: list[str] = []
     weaker: list[dict[str, Any]] = []
     for step in steps:
