@@ -6,8 +6,8 @@ import re
 
 from grammar_host.errors import UnsupportedGuideError
 
-_TOKEN = re.compile(r"\\[\s\S]|[\s\S]")
-_KNOWN_ESCAPES = frozenset("bBcdDfkKnpPrsStuvwWx0123456789")
+_TOKEN = re.compile(r"\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\u\{[0-9A-Fa-f]+\}|\\[\s\S]|[\s\S]")
+_KNOWN_ESCAPES = frozenset("bBcdDfkKnpPrsStvwW0123456789")
 """Letters that XGrammar reads as a class or a character, or refuses itself; others it would read
 as they are, `\\A` as the letter A."""
 
@@ -29,7 +29,12 @@ def checked_regex(pattern: str) -> str:
     tokens = _TOKEN.findall(pattern)
     for index, token in enumerate(tokens):
         if token[0] == "\\":
-            if token[1:].isascii() and token[1:].isalpha() and token[1] not in _KNOWN_ESCAPES:
+            if (
+                len(token) == 2
+                and token[1].isascii()
+                and token[1].isalpha()
+                and token[1] not in _KNOWN_ESCAPES
+            ):
                 raise _unsupported(token)
         elif in_class:
             in_class = token != "]"

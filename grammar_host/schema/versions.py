@@ -16,6 +16,7 @@ from grammar_host.schema.weaken import (
     any_for_one,
     in_any_order,
     leave_out_beside_circles,
+    leave_out_ignored_by_xgrammar,
     leave_out_imprecise,
     leave_out_refused,
     leave_out_unknown,
@@ -59,8 +60,11 @@ def versions(
     canonical = modernize(canonical)
     if backend != "llguidance":
         # The canonical form states every type, without which XGrammar guesses one.
-        yield _version(canonical, [], backend)
-        yield _version(simple, [], backend)
+        for document in (canonical, simple):
+            if backend == "xgrammar":
+                yield _version(*weaken(document, (leave_out_ignored_by_xgrammar,)), backend)
+            else:
+                yield _version(document, [], backend)
         return
     canonical = lower_for_llguidance(canonical)
     if in_order:
