@@ -12,6 +12,7 @@ from grammar_host.bitmask import token_row
 from grammar_host.gate.cursor import Cursor
 from grammar_host.tokenizer import TokenizerInfo
 
+_OPENING = re.compile(rb'\{\s*"')
 _KEY = re.compile(rb'[,{]\s*"[^"]')
 _BRACKET = re.compile(rb"[}\]]")
 
@@ -26,21 +27,32 @@ def closes_container(text: bytes, *, in_string: bool) -> bool:
     return any(_BRACKET.search(segment) for segment in segments)
 
 
+def begins_key(text: bytes) -> bool:
+    """Whether a token opens an object and begins a key in it."""
+    return _OPENING.search(text) is not None
+
+
 class Closers:
     """Rows of the tokens that have to be examined, by the state of a text. Shared by all gates."""
 
     def __init__(self, tokenizer_info: TokenizerInfo) -> None:
         self._texts = tokenizer_info.vocabulary
-        outside = self._row(
+        # A token that opens an object and begins a key may begin one that the object may not have.
+        opening = self._row(begins_key)
+        outside = opening | self._row(
             lambda text: closes_container(text, in_string=False) or text.count(b'"') > 1
         )
-        inside = self._row(lambda text: closes_container(text, in_string=True))
+        inside = opening | self._row(lambda text: closes_container(text, in_string=True))
         keys = self._row(lambda text: _KEY.search(text) is not None)
         self._quotes = self._row(lambda text: b'"' in text)
         commas = self._row(lambda text: b"," in text)
         commas_behind_quotes = self._row(lambda text: b"," in text.partition(b'"')[2])
         # By whether no key is left: None where any key may follow.
-        self._outside = {None: outside, False: outside | keys, True: outside | commas}
+        self._outside = {
+            None: outside,
+            False: outside | keys,
+            True: outside | commas | self._quotes,
+        }
         self._inside = {None: inside, False: inside | keys, True: inside | commas_behind_quotes}
         self._beginning = self._rows_by_first_byte()
 

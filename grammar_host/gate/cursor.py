@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from grammar_host.gate.rules import Nodes, Rules
+from grammar_host.gate.rules import Nodes, RecordingRules, Rules, written
 
 _IN_STRING = re.compile(rb'["\\]')
 _OUTSIDE = re.compile(rb'["{}\[\],]')
@@ -55,7 +55,9 @@ class Cursor:
 START = Cursor()
 
 
-def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor | None:
+def follow(
+    cursor: Cursor, text: bytes, position: int, rules: Rules | RecordingRules
+) -> Cursor | None:
     """Moves a cursor to the end of a text.
 
     Args:
@@ -81,15 +83,15 @@ def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor |
             if match[0] == b"\\":
                 escaped = True
                 continue
-            written = text[string_start:position]
+            string = text[string_start:position]
             string_start = -1
             if frame is not None and frame.is_object and frame.key is None:
-                key = written[1:-1]
-                if key in frame.keys:
+                key = string[1:-1]
+                if key in frame.keys or not _may_have(frame, key, rules):
                     return None
                 frame = Frame(frame.parent, frame.start, True, frame.nodes, frame.keys | {key}, key)
                 continue
-            if not rules.permit_string(nodes_of_value(frame, rules), written):
+            if not rules.permit_string(nodes_of_value(frame, rules), string):
                 return None
             if frame is None:
                 return Cursor(closed=True)
@@ -138,7 +140,7 @@ def writes_key(cursor: Cursor) -> bool:
     return cursor.string_start >= 0 and frame is not None and frame.is_object and frame.key is None
 
 
-def keys_left(frame: Frame, begun: bytes, rules: Rules) -> list[bytes] | None:
+def keys_left(frame: Frame, begun: bytes, rules: Rules | RecordingRules) -> list[bytes] | None:
     """The keys that an object may still get and that begin like this; None if any."""
     names = rules.names(frame.nodes) if frame.is_object else None
     if names is None:
@@ -146,7 +148,12 @@ def keys_left(frame: Frame, begun: bytes, rules: Rules) -> list[bytes] | None:
     return [name for name in names if name.startswith(begun) and name not in frame.keys]
 
 
-def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:
+def _may_have(frame: Frame, key: bytes, rules: Rules | RecordingRules) -> bool:
+    names = rules.names(frame.nodes)
+    return names is None or key in names or (b"\\" in key and written(_unescaped(key)) in names)
+
+
+def nodes_of_value(frame: Frame | None, rules: Rules | RecordingRules) -> Nodes:
     """The schemas that the value being written in a container must satisfy."""
     if frame is None:
         return rules.root

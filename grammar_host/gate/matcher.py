@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
-from grammar_host.gate.closers import Closers, closes_container
+from grammar_host.gate.closers import Closers, begins_key, closes_container
 from grammar_host.gate.cursor import (
     START,
     Cursor,
@@ -18,7 +18,7 @@ from grammar_host.gate.cursor import (
     nodes_of_value,
     writes_key,
 )
-from grammar_host.gate.rules import Rules
+from grammar_host.gate.rules import RecordingRules, Rules
 from grammar_host.tokenizer import TokenizerInfo
 
 
@@ -104,6 +104,7 @@ class GatedMatcher(EngineMatcher):
                     repeats is not None
                     and data.partition(b'"')[0] not in repeats
                     and not closes_container(data, in_string=True)
+                    and not begins_key(data)
                 ):
                     continue  # a new key, and nothing behind it to be validated
                 if self._follow(data) is None:
@@ -121,10 +122,13 @@ class GatedMatcher(EngineMatcher):
         return b"" if self._follow(forced) is None else forced
 
     def explain_dead_end(self) -> tuple[str, str | None] | None:
-        refused = self._refused
-        if refused is None:
+        if self._refused is None:
             return None
-        found = self._rules.violation(self._rules.root, refused)
+        rules = RecordingRules(self._rules)
+        follow(START, self._refused, 0, rules)
+        if rules.refused is None:
+            return "every way to go on would repeat a key, or write one that is not allowed", None
+        found = self._rules.violation(*rules.refused)
         if found is None:
             return None
         keyword, pointer = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import Any
 from urllib.parse import quote
 
@@ -87,7 +88,7 @@ class Rules:
                     if schema.get("additionalProperties") is False and not schema.get(
                         "patternProperties"
                     ):
-                        listed = frozenset(map(_written, schema.get("properties", {})))
+                        listed = frozenset(map(written, schema.get("properties", {})))
                         closed = listed if closed is None else closed & listed
             self._names[nodes] = closed
         return self._names[nodes]
@@ -99,7 +100,7 @@ class Rules:
         verdict = self._verdicts.get((nodes, text))
         if verdict is None:
             try:
-                value = json.loads(text.decode())
+                value = json.loads(text.decode(), parse_float=_finite)
                 verdict = all(self._validator(node).is_valid(value) for node in nodes)
             except (ValueError, RecursionError):  # not JSON, or a number that no float holds
                 verdict = False
@@ -125,15 +126,13 @@ class Rules:
     def violation(self, nodes: Nodes, text: bytes) -> tuple[str, str] | None:
         """The keyword that a part violates and its JSON pointer; None if there is none."""
         try:
-            value = json.loads(text.decode())
+            value = json.loads(text.decode(), parse_float=_finite)
         except (ValueError, RecursionError):
             return None
         for node in nodes:
             for error in self._validator(node).iter_errors(value):
-                path = [str(token) for token in error.schema_path]
-                if node:  # behind the reference that leads to the node
-                    path = path[path.index("$ref") + 1 :] if "$ref" in path else path
-                pointer = node + "".join(f"/{escape(token)}" for token in path)
+                path = [str(token) for token in error.schema_path]  # from the root, not the node
+                pointer = "".join(f"/{escape(token)}" for token in path)
                 return (path[-1] if path else "schema"), pointer
         return None
 
@@ -178,7 +177,37 @@ class Rules:
         return closure
 
 
-def _written(name: str) -> bytes:
+class RecordingRules:
+    """Rules that remember the part which they refused, to explain a dead end."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.refused: tuple[Nodes, bytes] | None = None
+        self._rules = rules
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rules, name)
+
+    def permit(self, nodes: Nodes, text: bytes) -> bool:
+        """As `Rules.permit`."""
+        permitted = self._rules.permit(nodes, text)
+        if not permitted:
+            self.refused = nodes, text
+        return permitted
+
+    def permit_string(self, nodes: Nodes, text: bytes) -> bool:
+        """As `Rules.permit_string`."""
+        return not self._rules.rules_strings(nodes) or self.permit(nodes, text)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"no float holds {number}")
+    return value
+
+
+def written(name: str) -> bytes:
+    """A key as it is usually written, without the quotes."""
     return json.dumps(name, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
 
 
