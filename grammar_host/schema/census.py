@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +89,7 @@ def _inexact_in_xgrammar(node: dict[str, Any], keyword: str) -> bool:
         return isinstance(kind, list) and len(keywords) > 1
     if keyword == "required" and not set(node["required"]) <= set(node.get("properties", ())):
         return True
-    if keyword == "properties" and not "".join(node["properties"]).isascii():
+    if keyword == "properties" and json.dumps("".join(node["properties"])).count("\\"):
         # It lets further properties repeat such a name.
         return node.get("additionalProperties") is not False
     return not isinstance(kind, str) or keyword not in _XGRAMMAR_EXACT[kind]

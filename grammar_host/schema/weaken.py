@@ -316,6 +316,8 @@ def _is_rounded(node: dict[str, Any], keyword: str) -> bool:
     bound = node[keyword]
     if node.get("type") == "integer" and bound == 2**63 - 1 and keyword == "maximum":
         return False  # the largest integer it knows
+    if node.get("type") != "integer" and abs(bound) >= 2**53:
+        return True  # it computes such ranges in floats
     return abs(bound) > 2**63 or _has_rounded(bound)
 
 
