@@ -49,6 +49,7 @@ bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.perplexity
+	$(BIN)/python -m benchmarks.fill
 
 clean:  ## remove the environment and caches (not the fetched model)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

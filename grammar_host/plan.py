@@ -56,8 +56,8 @@ class Plan:
         backend: the engine.
         guide: what the engine compiles; for a schema perhaps another one than the caller's, that
             every valid document satisfies.
-        gate: JSON of the schema that completed documents are validated against; None if what the
-            engine compiles is exact.
+        gate: JSON of the schema that documents are validated against (`Version.gate`); None if what
+            the engine compiles is exact.
         notes: what was decided, one sentence each.
         tags: the same as `gate` inside of a structural tag: pairs of the text that begins a tag and
             JSON of the schema of what is behind it; empty if the engine is exact.
@@ -174,7 +174,7 @@ class Planner:
                 continue
             if not version.inexact:
                 return Plan(backend, offered, notes=schema.notes), compiled
-            gate = json.dumps(schema.document, ensure_ascii=False)
+            gate = json.dumps(version.gate(schema), ensure_ascii=False)
             notes = (*schema.notes, _gate_note(version.inexact))
             return Plan(backend, offered, gate, notes), compiled
         # The last version is the weakest: if even that is empty, so is the schema.

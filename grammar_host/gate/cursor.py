@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from grammar_host.gate.rules import Nodes, RecordingRules, Rules, written
+from grammar_host.gate.rules import Nodes, Rules
 
+MAX_NESTING = 256
+"""Containers that may be open at once. Readers recurse; Python's gives up at a thousand."""
+
+BLANKS = b" \t\n\r"
 _IN_STRING = re.compile(rb'["\\]')
-_OUTSIDE = re.compile(rb'["{}\[\],]')
+_NO_BLANK = re.compile(rb"[^ \t\n\r:]")
+_SCALAR_END = re.compile(rb'[ \t\n\r,:"{}\[\]]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +26,11 @@ class Frame:
         start: offset of its bracket in the text.
         is_object: or an array.
         nodes: the schemas that it must satisfy.
-        keys: an object's keys so far, as they are written between their quotes.
-        key: the key of the value being written; None while a key is due.
+        depth: containers around it.
+        closings: how many containers must be closed to close one that is to be examined.
+        is_set: whether no two items of the array may be the same.
+        seen: what must not come again: an object's keys, the items of a set; as they are written.
+        key: the key of the value being written; None while a key is due, and in arrays.
         index: an array's item being written.
     """
 
@@ -30,8 +38,11 @@ class Frame:
     start: int
     is_object: bool
     nodes: Nodes
-    keys: frozenset[bytes] = frozenset()
-    key: bytes | None = None
+    depth: int
+    closings: int
+    is_set: bool
+    seen: frozenset[bytes] = frozenset()
+    key: str | None = None
     index: int = 0
 
 
@@ -43,21 +54,46 @@ class Cursor:
         frame: the innermost open container; None outside of the outermost.
         string_start: offset of the opening quote of the string being written; -1 outside.
         escaped: just behind a backslash in a string.
+        scalar_start: offset of the number or literal being written; -1 elsewhere.
         closed: the document's outermost container or string has been closed.
     """
 
     frame: Frame | None = None
     string_start: int = -1
     escaped: bool = False
+    scalar_start: int = -1
     closed: bool = False
 
+    @property
+    def in_key(self) -> bool:
+        """Whether a key is due or being written."""
+        frame = self.frame
+        return frame is not None and frame.is_object and frame.key is None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a text must not go on like this.
+
+    Attributes:
+        nodes: the schemas that a part, or the container so far, violates; none if something else
+            is wrong.
+        part: that part.
+        reason: what is wrong; empty where the schemas say it.
+    """
+
+    nodes: Nodes
+    part: bytes
+    reason: str = ""
+
+
+_NO_KEY = "write a key that the object must not have"
+_REPEATS = "repeat a key"
 
 START = Cursor()
 
 
-def follow(
-    cursor: Cursor, text: bytes, position: int, rules: Rules | RecordingRules
-) -> Cursor | None:
+def follow(cursor: Cursor, text: bytes, position: int, rules: Rules) -> Cursor | Refusal:
     """Moves a cursor to the end of a text.
 
     Args:
@@ -67,105 +103,139 @@ def follow(
         rules: what the parts must satisfy.
 
     Returns:
-        The new state; None if the addition finishes a part that violates the rules.
+        The new state, or why the addition must not come here.
     """
-    frame, string_start, escaped = cursor.frame, cursor.string_start, cursor.escaped
     while position < len(text) and not cursor.closed:
-        if escaped:
-            escaped = False
-            position += 1
-            continue
-        if string_start >= 0:
-            match = _IN_STRING.search(text, position)
-            if match is None:
-                break
-            position = match.end()
-            if match[0] == b"\\":
-                escaped = True
-                continue
-            string = text[string_start:position]
-            string_start = -1
-            if frame is not None and frame.is_object and frame.key is None:
-                key = string[1:-1]
-                if key in frame.keys or not _may_have(frame, key, rules):
-                    return None
-                frame = Frame(frame.parent, frame.start, True, frame.nodes, frame.keys | {key}, key)
-                continue
-            if not rules.permit_string(nodes_of_value(frame, rules), string):
-                return None
-            if frame is None:
-                return Cursor(closed=True)
-            continue
-        match = _OUTSIDE.search(text, position)
-        if match is None:
-            break
-        position = match.end()
-        byte = match[0]
-        if byte == b'"':
-            string_start = position - 1
-        elif byte in b"{[":
-            nodes = nodes_of_value(frame, rules)
-            frame = Frame(frame, position - 1, byte == b"{", nodes)
-        elif frame is None:
-            continue  # a stray byte: the engine refuses it
-        elif byte == b",":
-            if frame.is_object and keys_left(frame, b"", rules) == []:
-                return None
-            frame = Frame(
-                frame.parent,
-                frame.start,
-                frame.is_object,
-                frame.nodes,
-                frame.keys,
-                None,
-                frame.index + 1,
-            )
+        if cursor.string_start >= 0:
+            step = _in_string(cursor, text, position, rules)
+        elif cursor.scalar_start >= 0:
+            step = _in_scalar(cursor, text, position, rules)
         else:
-            if not rules.permit(frame.nodes, text[frame.start : position]):
-                return None
-            frame = frame.parent
-            if frame is None:
-                return Cursor(closed=True)
-    moved = Cursor(frame, string_start, escaped, cursor.closed)
-    if frame is not None and writes_key(moved):
-        begun = text[string_start + 1 :]
-        if b"\\" not in begun and keys_left(frame, begun, rules) == []:
-            return None
-    return moved
+            step = _between(cursor, text, position, rules)
+        if isinstance(step, Refusal):
+            return step
+        cursor, position = step
+    return cursor
 
 
-def writes_key(cursor: Cursor) -> bool:
-    """Whether the string being written is the key of an object."""
-    frame = cursor.frame
-    return cursor.string_start >= 0 and frame is not None and frame.is_object and frame.key is None
-
-
-def keys_left(frame: Frame, begun: bytes, rules: Rules | RecordingRules) -> list[bytes] | None:
-    """The keys that an object may still get and that begin like this; None if any."""
-    names = rules.names(frame.nodes) if frame.is_object else None
-    if names is None:
-        return None
-    return [name for name in names if name.startswith(begun) and name not in frame.keys]
-
-
-def _may_have(frame: Frame, key: bytes, rules: Rules | RecordingRules) -> bool:
-    names = rules.names(frame.nodes)
-    return names is None or key in names or (b"\\" in key and written(_unescaped(key)) in names)
-
-
-def nodes_of_value(frame: Frame | None, rules: Rules | RecordingRules) -> Nodes:
+def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:
     """The schemas that the value being written in a container must satisfy."""
     if frame is None:
         return rules.root
     if not frame.is_object:
         return rules.child(frame.nodes, frame.index)
-    return rules.child(frame.nodes, _unescaped(frame.key or b""))
+    return () if frame.key is None else rules.child(frame.nodes, frame.key)
 
 
-def _unescaped(key: bytes) -> str:
-    if b"\\" not in key:
-        return key.decode("utf-8", "replace")
+def keys_left(frame: Frame, begun: bytes, rules: Rules) -> list[bytes] | None:
+    """The keys that an object may still get and that begin like this; None if any may come."""
+    keys = rules.keys(frame.nodes)
+    if keys is None or b"\\" in begun:  # escapes are not followed
+        return None
+    return [key for key in keys if key.startswith(begun) and key not in frame.seen]
+
+
+_Step = tuple[Cursor, int] | Refusal
+
+
+def _in_string(cursor: Cursor, text: bytes, position: int, rules: Rules) -> _Step:
+    start = cursor.string_start
+    if cursor.escaped:
+        return Cursor(cursor.frame, start), position + 1
+    match = _IN_STRING.search(text, position)
+    if match is None:
+        frame, begun = cursor.frame, text[start:]
+        if frame is not None and cursor.in_key and keys_left(frame, begun, rules) == []:
+            return Refusal(frame.nodes, begun, _NO_KEY)
+        return cursor, len(text)
+    position = match.end()
+    if match[0] == b"\\":
+        return Cursor(cursor.frame, start, escaped=True), position
+    if cursor.in_key:
+        ended = _end_key(cursor, text[start:position], rules)
+    else:
+        ended = _end_value(
+            cursor.frame, nodes_of_value(cursor.frame, rules), text, start, position, rules
+        )
+    return ended if isinstance(ended, Refusal) else (ended, position)
+
+
+def _in_scalar(cursor: Cursor, text: bytes, position: int, rules: Rules) -> _Step:
+    match = _SCALAR_END.search(text, position)
+    if match is None:
+        return cursor, len(text)
+    end = match.start()
+    nodes = nodes_of_value(cursor.frame, rules)
+    ended = _end_value(cursor.frame, nodes, text, cursor.scalar_start, end, rules)
+    return ended if isinstance(ended, Refusal) else (ended, end)
+
+
+def _between(cursor: Cursor, text: bytes, position: int, rules: Rules) -> _Step:
+    match = _NO_BLANK.search(text, position)
+    if match is None:
+        return cursor, len(text)
+    frame, position, byte = cursor.frame, match.end(), match[0]
+    if byte == b'"':
+        if frame is not None and cursor.in_key and keys_left(frame, byte, rules) == []:
+            return Refusal(frame.nodes, byte, _NO_KEY)
+        return Cursor(frame, string_start=position - 1), position
+    if byte in b"{[":
+        opened = _open(frame, position - 1, byte == b"{", rules)
+        return opened if isinstance(opened, Refusal) else (Cursor(opened), position)
+    if byte not in b",}]":
+        return Cursor(frame, scalar_start=position - 1), position
+    if frame is None:
+        return cursor, position  # the engine refuses it
+    if byte == b",":
+        if frame.is_object and keys_left(frame, b'"', rules) == []:
+            return Refusal(frame.nodes, byte, _NO_KEY)
+        return Cursor(replace(frame, key=None, index=frame.index + 1)), position
+    ended = _end_value(frame.parent, frame.nodes, text, frame.start, position, rules)
+    return ended if isinstance(ended, Refusal) else (ended, position)
+
+
+def _open(parent: Frame | None, start: int, is_object: bool, rules: Rules) -> Frame | Refusal:
+    nodes = nodes_of_value(parent, rules)
+    depth = 0 if parent is None else parent.depth + 1
+    if depth >= MAX_NESTING:
+        return Refusal((), b"", f"nest more than {MAX_NESTING} containers")
+    closings = 1
+    if not rules.matters(nodes):
+        closings = MAX_NESTING if parent is None else parent.closings + 1
+    is_set = not is_object and rules.unique(nodes)
+    if parent is not None and parent.is_set:
+        closings = 1  # an item of a set is compared when it is closed
+    return Frame(parent, start, is_object, nodes, depth, closings, is_set)
+
+
+def _end_key(cursor: Cursor, written: bytes, rules: Rules) -> Cursor | Refusal:
+    frame = cursor.frame
+    assert frame is not None
+    if written in frame.seen:
+        return Refusal((), written, _REPEATS)
+    names = rules.name(frame.nodes)
+    if rules.matters(names) and not rules.permit(names, written):
+        return Refusal(names, written)
     try:
-        return str(json.loads(f'"{key.decode()}"'))
+        key = str(json.loads(written))
     except ValueError:  # the engine lets no such key pass
-        return ""
+        key = ""
+    if not rules.allows_key(frame.nodes, key):
+        return Refusal(frame.nodes, written, _NO_KEY)
+    return Cursor(replace(frame, seen=frame.seen | {written}, key=key))
+
+
+def _end_value(
+    frame: Frame | None, nodes: Nodes, text: bytes, start: int, end: int, rules: Rules
+) -> Cursor | Refusal:
+    """Behind `text[start:end]`, a value in a container, given the schemas of the value."""
+    written = text[start:end]
+    if rules.matters(nodes) and not rules.permit(nodes, written):
+        return Refusal(nodes, written)
+    if frame is None:
+        return Cursor(closed=True)
+    if frame.is_set:
+        if written in frame.seen:
+            return Refusal(frame.nodes, text[frame.start : end] + b"]")
+        frame = replace(frame, seen=frame.seen | {written})
+    return Cursor(frame)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
 import jsonschema_rs
 
-from grammar_host.schema.reading import VALIDATION, draft_of
-from grammar_host.schema.walk import escape, local_pointer, resolve
+from grammar_host.schema.reading import VALIDATION
+from grammar_host.schema.removal import caller_pointer
+from grammar_host.schema.versions import UNENFORCED
+from grammar_host.schema.walk import children, escape, local_pointer, referred, resolve
 
 Nodes = tuple[str, ...]
-"""JSON pointers of schemas."""
+"""JSON pointers of schemas that one value must satisfy."""
 
-_SCHEMA = "https://schema.invalid/"
+_BASE = "https://schema.invalid/"
 """A base for references into the schema; nothing is ever fetched from it."""
 
-_RULES_OF_STRINGS = frozenset({"format", "if", "not", "oneOf"})
-"""What engines tend not to enforce of a string. The container around it covers the rest."""
+_ELSEWHERE = ("properties", "items", "prefixItems", "additionalItems", "additionalProperties")
+"""Keywords whose schemas are asked by themselves, about the parts that they rule."""
 
-MAX_VERDICTS = 256
-"""Remembered verdicts per generation's rules; a mask and its token ask for the same one."""
+MAX_REMEMBERED = 10_000
+"""Answers of each kind that are remembered; property names may be anything."""
 
 
 class Rules:
@@ -39,183 +41,209 @@ class Rules:
         """Prepares the rules.
 
         Args:
-            document: a `Schema.document`; refers to nothing outside of it.
+            document: a `Schema.document`, or what `Version.gate` makes of it: then parts are not
+                looked at if none of the keywords that the engine may not enforce is about them.
         """
         self._document = document
-        self._draft = draft_of(document)
-        unnamed = document
-        if isinstance(document, dict):
-            unnamed = {key: value for key, value in document.items() if key not in ("$id", "id")}
-        self._registry: jsonschema_rs.Registry | None = None
-        # Where identifiers inside are no addresses, only the whole document is validated.
-        with contextlib.suppress(ValueError):
-            self._registry = jsonschema_rs.Registry([(_SCHEMA, unnamed)])
-        self._validators: dict[str, jsonschema_rs.Validator] = {
-            "": jsonschema_rs.validator_for(document, **VALIDATION)
-        }
-        self._closures: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-        self._children: dict[tuple[Nodes, str | int | None], Nodes] = {}
-        self._about_strings: dict[Nodes, bool] = {}
-        self._names: dict[Nodes, frozenset[bytes] | None] = {}
-        self._verdicts: dict[tuple[Nodes, bytes], bool] = {}
+        unenforced = document.get(UNENFORCED)
+        self._keywords = None if unenforced is None else frozenset(unenforced)
+        self._registry = jsonschema_rs.Registry([(_BASE, document)])
+        self._validators: dict[str, jsonschema_rs.Validator] = {}
+        self._closures: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {}
+        self._children: dict[tuple[Nodes, str | int], Nodes] = {}
+        self._name: dict[Nodes, Nodes] = {}
+        self._keys: dict[Nodes, frozenset[bytes] | None] = {}
+        self._matters: dict[Nodes, bool] = {}
+        self._unique: dict[Nodes, bool] = {}
+        # Not in the middle of the first generation.
+        self._validator("")
+        self.matters(self.root)
 
-    def child(self, nodes: Nodes, step: str | int | None) -> Nodes:
+    def child(self, nodes: Nodes, step: str | int) -> Nodes:
         """What the value of a property (by name) or an item (by index) must satisfy."""
-        if self._registry is None:
-            return ()
-        key = (nodes, step)
-        found = self._children.get(key)
+        found = self._children.get((nodes, step))
         if found is None:
-            pointers: dict[str, None] = {}
-            for node in nodes:
-                for pointer, schema in self._closure(node):
-                    below = (
-                        _item(schema, step) if isinstance(step, int) else _property(schema, step)
-                    )
-                    if below is not None and isinstance(resolve(schema, below), dict):
-                        pointers[pointer + below] = None
-            found = tuple(pointers)
-            if len(self._children) < 100_000:
-                self._children[key] = found
+            find = _item if isinstance(step, int) else _property
+            found = self._find(nodes, lambda schema: find(schema, step))  # type: ignore[arg-type]
+            _remember(self._children, (nodes, step), found)
         return found
 
-    def names(self, nodes: Nodes) -> frozenset[bytes] | None:
-        """The keys that an object may have, as they are written; None if others may come too."""
-        if nodes not in self._names:
-            closed: frozenset[bytes] | None = None
-            for node in nodes:
-                for _, schema in self._closure(node):
-                    if schema.get("additionalProperties") is False and not schema.get(
-                        "patternProperties"
-                    ):
-                        listed = frozenset(map(written, schema.get("properties", {})))
-                        closed = listed if closed is None else closed & listed
-            self._names[nodes] = closed
-        return self._names[nodes]
+    def name(self, nodes: Nodes) -> Nodes:
+        """What the names of an object's properties must satisfy."""
+        found = self._name.get(nodes)
+        if found is None:
+            found = self._find(
+                nodes, lambda schema: "/propertyNames" if "propertyNames" in schema else None
+            )
+            _remember(self._name, nodes, found)
+        return found
 
-    def permit(self, nodes: Nodes, text: bytes) -> bool:
-        """Whether a finished part satisfies its schemas; False for what is not JSON."""
-        if not nodes:
-            return True
-        verdict = self._verdicts.get((nodes, text))
-        if verdict is None:
-            try:
-                value = json.loads(text.decode(), parse_float=_finite)
-                verdict = all(self._validator(node).is_valid(value) for node in nodes)
-            except (ValueError, RecursionError):  # not JSON, or a number that no float holds
-                verdict = False
-            if len(self._verdicts) >= MAX_VERDICTS:
-                self._verdicts = {}
-            self._verdicts[nodes, text] = verdict
-        return verdict
+    def keys(self, nodes: Nodes) -> frozenset[bytes] | None:
+        """The keys that an object may have, as they are written; None if others may come, too."""
+        if nodes in self._keys:
+            return self._keys[nodes]
+        keys: frozenset[bytes] | None = None
+        for node in nodes:
+            for _, schema in self._closure(node):
+                if _is_closed(schema):
+                    listed = frozenset(map(_written, schema.get("properties", ())))
+                    keys = listed if keys is None else keys & listed
+        _remember(self._keys, nodes, keys)
+        return keys
 
-    def permit_string(self, nodes: Nodes, text: bytes) -> bool:
-        """The same for a string value; asked only where an engine may be lenient with strings."""
-        return not self.rules_strings(nodes) or self.permit(nodes, text)
+    def allows_key(self, nodes: Nodes, key: str) -> bool:
+        """Whether an object may have a key, as far as that can be told from the key."""
+        keys = self.keys(nodes)
+        return keys is None or _written(key) in keys
 
-    def rules_strings(self, nodes: Nodes) -> bool:
-        """Whether the schemas say something about strings that an engine may not enforce."""
-        if nodes not in self._about_strings:
-            self._about_strings[nodes] = any(
-                _RULES_OF_STRINGS & schema.keys()
+    def matters(self, nodes: Nodes) -> bool:
+        """Whether something is said about the value that the engine may not enforce."""
+        matters = self._matters.get(nodes)
+        if matters is None:
+            said = (self._said(node) for node in nodes)
+            matters = bool(nodes) and (
+                self._keywords is None or any(self._keywords & words for words in said)
+            )
+            _remember(self._matters, nodes, matters)
+        return matters
+
+    def unique(self, nodes: Nodes) -> bool:
+        """Whether the items of an array must differ, and the engine may not see to it."""
+        unique = self._unique.get(nodes)
+        if unique is None:
+            enforced = self._keywords is not None and "uniqueItems" not in self._keywords
+            unique = not enforced and any(
+                schema.get("uniqueItems") is True
                 for node in nodes
                 for _, schema in self._closure(node)
             )
-        return self._about_strings[nodes]
+            _remember(self._unique, nodes, unique)
+        return unique
+
+    def closed_at(self, nodes: Nodes) -> str | None:
+        """The pointer of the `additionalProperties: false` that `keys` comes from."""
+        for node in nodes:
+            for pointer, schema in self._closure(node):
+                if _is_closed(schema):
+                    return caller_pointer(f"{pointer}/additionalProperties")
+        return None
+
+    def permit(self, nodes: Nodes, text: bytes) -> bool:
+        """Whether a finished part satisfies its schemas; False for what is not JSON."""
+        try:
+            value = _parse(text)
+            return all(self._validator(node).is_valid(value) for node in nodes)
+        except (ValueError, RecursionError):
+            return False
 
     def violation(self, nodes: Nodes, text: bytes) -> tuple[str, str] | None:
-        """The keyword that a part violates and its JSON pointer; None if there is none."""
+        """The keyword that a part violates, and its JSON pointer in the caller's schema."""
         try:
-            value = json.loads(text.decode(), parse_float=_finite)
+            value = _parse(text)
+            for node in nodes:
+                for error in self._validator(node).iter_errors(value):
+                    path = [str(token) for token in error.schema_path]
+                    pointer = "".join(f"/{escape(token)}" for token in path)
+                    return (path[-1] if path else "false"), caller_pointer(pointer)
         except (ValueError, RecursionError):
-            return None
-        for node in nodes:
-            for error in self._validator(node).iter_errors(value):
-                path = [str(token) for token in error.schema_path]  # from the root, not the node
-                pointer = "".join(f"/{escape(token)}" for token in path)
-                return (path[-1] if path else "schema"), pointer
+            pass
         return None
+
+    def _find(self, nodes: Nodes, find: Any) -> Nodes:
+        """The subschemas at the paths that `find` names for each of the schemas."""
+        pointers: dict[str, None] = {}
+        for node in nodes:
+            for pointer, schema in self._closure(node):
+                path = find(schema)
+                if path is not None and isinstance(resolve(schema, path), dict):
+                    pointers[pointer + path] = None
+        return tuple(pointers)
 
     def _validator(self, pointer: str) -> jsonschema_rs.Validator:
         validator = self._validators.get(pointer)
         if validator is None:
-            reference = {"$ref": f"{_SCHEMA}#{quote(pointer)}"}
-            if isinstance(self._document, dict):
-                reference["$schema"] = self._document["$schema"]
+            reference = {
+                "$schema": self._document["$schema"],
+                "$ref": f"{_BASE}#{quote(pointer)}",
+            }
             validator = jsonschema_rs.validator_for(
                 reference, registry=self._registry, **VALIDATION
             )
             self._validators[pointer] = validator
         return validator
 
-    def _closure(self, pointer: str) -> list[tuple[str, dict[str, Any]]]:
+    def _closure(self, pointer: str) -> tuple[tuple[str, dict[str, Any]], ...]:
         """The schema and those that it requires of the same value, with their pointers."""
         closure = self._closures.get(pointer)
         if closure is None:
-            closure = []
-            queue, seen = [pointer], {pointer}
-            while queue:
-                current = queue.pop()
-                try:
-                    schema = resolve(self._document, current)
-                except KeyError:
-                    continue
-                if not isinstance(schema, dict):
-                    continue
-                required = []
-                target = local_pointer(schema.get("$ref"))
-                if target is not None:
-                    required.append(target)
-                if target is None or self._draft > 7:
-                    closure.append((current, schema))
-                    branches = schema.get("allOf")
-                    count = len(branches) if isinstance(branches, list) else 0
-                    required.extend(f"{current}/allOf/{index}" for index in range(count))
-                queue.extend(item for item in required if item not in seen)
-                seen.update(required)
-            self._closures[pointer] = closure
+            closure = self._closures[pointer] = tuple(self._required(pointer))
         return closure
 
+    def _required(self, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        queue, seen = [pointer], {pointer}
+        while queue:
+            current = queue.pop()
+            schema = resolve(self._document, current)
+            if not isinstance(schema, dict):
+                continue
+            yield current, schema
+            required = [f"{current}/allOf/{i}" for i in range(len(schema.get("allOf", ())))]
+            target = local_pointer(schema.get("$ref"))
+            if target is not None:
+                required.append(target)
+            queue.extend(item for item in required if item not in seen)
+            seen.update(required)
 
-class RecordingRules:
-    """Rules that remember the part which they refused, to explain a dead end."""
+    def _said(self, pointer: str) -> set[str]:
+        """The keywords of a schema, but those that are asked about parts by themselves."""
+        said: set[str] = set()
+        queue: list[Any] = []
+        for _, schema in self._closure(pointer):
+            said.update(schema)
+            for path, child in children(schema):
+                keyword = path.split("/")[1]
+                if keyword not in ("allOf", *_ELSEWHERE) or schema.get("patternProperties"):
+                    queue.append(child)
+        seen: dict[int, Any] = {}
+        while queue:
+            schema = queue.pop()
+            if isinstance(schema, dict) and id(schema) not in seen:
+                seen[id(schema)] = schema
+                said.update(schema)
+                queue.extend(child for _, child in children(schema))
+                queue.append(referred(self._document, schema))
+        return said
 
-    def __init__(self, rules: Rules) -> None:
-        self.refused: tuple[Nodes, bytes] | None = None
-        self._rules = rules
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rules, name)
-
-    def permit(self, nodes: Nodes, text: bytes) -> bool:
-        """As `Rules.permit`."""
-        permitted = self._rules.permit(nodes, text)
-        if not permitted:
-            self.refused = nodes, text
-        return permitted
-
-    def permit_string(self, nodes: Nodes, text: bytes) -> bool:
-        """As `Rules.permit_string`."""
-        return not self._rules.rules_strings(nodes) or self.permit(nodes, text)
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(memory) < MAX_REMEMBERED:
+        memory[key] = value
 
 
-def _finite(number: str) -> float:
-    value = float(number)
+def _is_closed(schema: dict[str, Any]) -> bool:
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
+
+
+def _written(name: str) -> bytes:
+    return json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _parse(text: bytes) -> Any:
+    return json.loads(text, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    """A number as readers will see it, which must not be infinite."""
+    value = float(text)
     if math.isinf(value):
-        raise ValueError(f"no float holds {number}")
+        raise ValueError(text)
     return value
 
 
-def written(name: str) -> bytes:
-    """A key as it is usually written, without the quotes."""
-    return json.dumps(name, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
-
-
-def _property(schema: dict[str, Any], name: str | None) -> str | None:
+def _property(schema: dict[str, Any], name: str) -> str | None:
     """Where the rules for a property are, relative to the schema."""
-    properties = schema.get("properties")
-    if isinstance(properties, dict) and name in properties:
-        return f"/properties/{escape(name or '')}"
+    if name in schema.get("properties", ()):
+        return f"/properties/{escape(name)}"
     if not schema.get("patternProperties") and "additionalProperties" in schema:
         return "/additionalProperties"
     return None
@@ -226,7 +254,6 @@ def _item(schema: dict[str, Any], index: int) -> str | None:
     items = schema.get("items")
     tuple_keyword = "items" if isinstance(items, list) else "prefixItems"
     rest_keyword = "additionalItems" if isinstance(items, list) else "items"
-    listed = schema.get(tuple_keyword)
-    if isinstance(listed, list) and index < len(listed):
+    if index < len(schema.get(tuple_keyword, ())):
         return f"/{tuple_keyword}/{index}"
     return f"/{rest_keyword}" if rest_keyword in schema else None

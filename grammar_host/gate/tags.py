@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
-from grammar_host.gate.closers import closes_container
-from grammar_host.gate.cursor import START, Cursor, follow
+from grammar_host.gate.closers import Closers, withdraw
+from grammar_host.gate.cursor import START, Cursor, Refusal, follow
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -31,42 +31,41 @@ class _State:
 class Tags:
     """The schemas behind the tags of one structural tag document. Shared by its generations."""
 
-    def __init__(self, schemas: Mapping[str, Any], tokenizer_info: TokenizerInfo) -> None:
+    def __init__(self, schemas: Mapping[str, Any], closers: Closers) -> None:
         """Prepares the rules.
 
         Args:
             schemas: from the text that begins a tag to the `Schema.document` of the JSON behind it.
-            tokenizer_info: the vocabulary.
+            closers: of the vocabulary.
         """
-        self.vocabulary = tokenizer_info.vocabulary
+        self.vocabulary = closers.vocabulary
+        self._closers = closers
         self._rules = {begin.encode(): Rules(document) for begin, document in schemas.items()}
         longest_first = sorted(self._rules, key=len, reverse=True)
         self._begin = re.compile(b"|".join(map(re.escape, longest_first)))
         self._longest = max(map(len, self._rules))
-        # Inside of JSON, a token that closes something; before it, one that begins and closes it.
+        # A token may begin a tag and finish something behind it, or close the JSON of one tag and
+        # go on with the next one.
         last_bytes = {begin[-1:] for begin in self._rules}
-        closing = [
-            token
-            for token, text in enumerate(self.vocabulary)
-            if closes_container(text, in_string=False) or b'"' in text
-        ]
         beginning = [
             token
-            for token in closing
-            if any(last in self.vocabulary[token][:-1] for last in last_bytes)
+            for token, text in enumerate(self.vocabulary)
+            if any(last in text[:-1] for last in last_bytes)
         ]
-        self._closing = token_row(closing, len(self.vocabulary))
         self._beginning = token_row(beginning, len(self.vocabulary))
 
-    def candidates(self, state: _State) -> NDArray[np.int32]:
-        """int32 [W], read-only: the tokens that may finish something here."""
-        return self._beginning if state.rules is None else self._closing
+    def candidates(self, state: _State, text: bytes) -> NDArray[np.int32]:
+        """int32 [W], read-only: the tokens that may finish something behind a text."""
+        if state.rules is None:
+            return self._beginning
+        document = text[state.start :]
+        return self._beginning | self._closers.candidates(state.cursor, document, state.rules)
 
-    def follow(self, state: _State, text: bytes) -> _State | None:
+    def follow(self, state: _State, text: bytes) -> _State | Refusal:
         """Moves to the end of a text that begins with what led to `state`.
 
         Returns:
-            The new state; None if the addition finishes a part that violates its schema.
+            The new state, or why the addition must not come here.
         """
         position, rules, start, cursor = state.length, state.rules, state.start, state.cursor
         while True:
@@ -78,8 +77,8 @@ class Tags:
                 start = position = begin.end()
             document = text[start:]
             moved = follow(cursor, document, position - start, rules)
-            if moved is None:
-                return None
+            if isinstance(moved, Refusal):
+                return moved
             if not moved.closed:
                 return _State(len(text), rules, start, moved)
             position = start + _closing_offset(cursor, document, position - start, rules)
@@ -115,7 +114,7 @@ class GatedTagMatcher(EngineMatcher):
     def accept_token(self, token_id: int) -> bool:
         data = b"" if token_id in self._stop_token_ids else self._tags.vocabulary[token_id]
         state = self._tags.follow(self._history[-1], self._text + data)
-        if state is None or not self._engine.accept_token(token_id):
+        if isinstance(state, Refusal) or not self._engine.accept_token(token_id):
             return False
         self._text += data
         self._history.append(state)
@@ -129,18 +128,14 @@ class GatedTagMatcher(EngineMatcher):
     def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int) -> None:
         self._engine.fill_next_token_bitmask(bitmask, index)
         row, state = bitmask[index], self._history[-1]
-        candidates = row & self._tags.candidates(state)
-        for word in np.flatnonzero(candidates):
-            bits = int(candidates[word]) & 0xFFFF_FFFF
-            kept = int(row[word]) & 0xFFFF_FFFF
-            while bits:
-                lowest = bits & -bits
-                bits ^= lowest
-                token = 32 * int(word) + lowest.bit_length() - 1
-                text = self._text + self._tags.vocabulary[token]
-                if token not in self._stop_token_ids and self._tags.follow(state, text) is None:
-                    kept ^= lowest
-            row[word] = kept - (1 << 32) if kept >> 31 else kept
+
+        def refuses(token_id: int) -> bool:
+            if token_id in self._stop_token_ids:
+                return False
+            text = self._text + self._tags.vocabulary[token_id]
+            return isinstance(self._tags.follow(state, text), Refusal)
+
+        withdraw(row, self._tags.candidates(state, self._text), refuses)
 
     def is_terminated(self) -> bool:
         return self._engine.is_terminated()
@@ -150,8 +145,8 @@ class GatedTagMatcher(EngineMatcher):
 
     def forced_bytes(self) -> bytes:
         forced = self._engine.forced_bytes()
-        allowed = self._tags.follow(self._history[-1], self._text + forced) is not None
-        return forced if allowed else b""
+        outcome = self._tags.follow(self._history[-1], self._text + forced)
+        return b"" if isinstance(outcome, Refusal) else forced
 
     def fork(self) -> GatedTagMatcher:
         copy = GatedTagMatcher(self._engine.fork(), self._tags, self._stop_token_ids)
@@ -161,7 +156,10 @@ class GatedTagMatcher(EngineMatcher):
 
 
 def with_tag_gate(
-    new_matcher: NewMatcher, schemas: Mapping[str, Any], tokenizer_info: TokenizerInfo
+    new_matcher: NewMatcher,
+    schemas: Mapping[str, Any],
+    tokenizer_info: TokenizerInfo,
+    closers: Closers | None = None,
 ) -> NewMatcher:
     """Puts a gate in front of every matcher of a structural tag.
 
@@ -169,8 +167,9 @@ def with_tag_gate(
         new_matcher: of the compiled structural tag.
         schemas: from the text that begins a tag to the `Schema.document` of the JSON behind it.
         tokenizer_info: the vocabulary.
+        closers: of the same vocabulary; None makes them.
     """
-    tags = Tags(schemas, tokenizer_info)
+    tags = Tags(schemas, closers or Closers(tokenizer_info))
 
     def new_gated_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
         return GatedTagMatcher(new_matcher(stop_token_ids), tags, stop_token_ids)
@@ -182,6 +181,6 @@ def _closing_offset(cursor: Cursor, document: bytes, position: int, rules: Rules
     """How many bytes of the text belong to the document that it closes."""
     for end in range(position + 1, len(document)):
         moved = follow(cursor, document[:end], position, rules)
-        if moved is not None and moved.closed:
+        if isinstance(moved, Cursor) and moved.closed:
             return end
     return len(document)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from grammar_host.schema.for_llguidance import UNKNOWN_TO_LLGUIDANCE
 from grammar_host.schema.walk import KEYWORDS, subschemas
-from grammar_host.schema.weaken import UNKNOWN_TO_LLGUIDANCE
 
-_EXACT_FORMATS = frozenset({"ipv4", "uuid"})
+_EXACT_FORMATS = frozenset({"duration", "ipv4", "ipv6", "uri", "uuid"})
 """The others have rules that regular expressions miss: leap years, lengths of labels, ..."""
 
 _XGRAMMAR_EXACT = {
@@ -89,7 +89,7 @@ def _inexact_in_xgrammar(node: dict[str, Any], keyword: str) -> bool:
         return isinstance(kind, list) and len(keywords) > 1
     if keyword == "required" and not set(node["required"]) <= set(node.get("properties", ())):
         return True
-    if keyword == "properties" and json.dumps("".join(node["properties"])).count("\\"):
+    if keyword == "properties" and "\\" in json.dumps("".join(node["properties"])):
         # It lets further properties repeat such a name.
         return node.get("additionalProperties") is not False
     return not isinstance(kind, str) or keyword not in _XGRAMMAR_EXACT[kind]

@@ -42,7 +42,7 @@ def modernize(document: Any) -> Any:
         _modernize_tuple(removal, pointer, node)
         _modernize_bounds(node)
         if split:
-            _list_property_names(removal, pointer, node)
+            _list_names(removal, pointer, node)
         conditions = _conditions(removal, pointer, node)
         rules: list[dict[str, Any]]
         if split and len(conditions) <= MAX_CONDITIONS and _keep_order(node, conditions):
@@ -124,23 +124,6 @@ def _include_bounds(node: dict[str, Any]) -> None:
         node["maximum"] = min(highest)
 
 
-def _list_property_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
-    """An `enum` of names that have rules already: other names are not allowed."""
-    rule, listed = node.get("propertyNames"), node.get("properties", {})
-    if not isinstance(rule, dict) or rule.keys() - {"type"} != {"enum"}:
-        return
-    if rule.get("type", "string") != "string" or node.get("patternProperties"):
-        return  # a name that matches a pattern is not additional
-    names = {name for name in rule["enum"] if isinstance(name, str)}
-    if not names <= listed.keys():
-        return  # the other ones would be given an order that they do not have
-    removal.remove(pointer, node, "propertyNames")
-    if "additionalProperties" in node:
-        removal.remove(pointer, node, "additionalProperties")
-    node["properties"] = {name: rule if name in names else False for name, rule in listed.items()}
-    node["additionalProperties"] = False
-
-
 def _conditions(removal: Removal, pointer: str, node: dict[str, Any]) -> list[tuple[str, Any]]:
     """Takes the dependencies out: names, and what holds where they are present."""
     conditions: list[tuple[str, Any]] = []
@@ -161,37 +144,52 @@ def _keep_order(node: dict[str, Any], conditions: list[tuple[str, Any]]) -> bool
     return names <= set(node.get("properties", ()))
 
 
+def _list_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
+    """An `enum` of names that have rules already: other names are not allowed."""
+    names, listed = _enumerated_names(node), node.get("properties", {})
+    if names is None or not names <= listed.keys():
+        return  # the others would be given an order that they do not have
+    removal.remove(pointer, node, "propertyNames")
+    _rest(removal, pointer, node)
+    if names < listed.keys():
+        removal.remove(pointer, node, "properties")
+        node["properties"] = {name: name in names and rule for name, rule in listed.items()}
+    node["additionalProperties"] = False
+
+
 def _lower_property_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
-    """Other names than those allowed lead to `additionalProperties: false`."""
+    """Other names than those that match lead to `additionalProperties: false`."""
+    if node.get("properties") or node.get("patternProperties"):
+        return  # those would have to match, too
+    names = _enumerated_names(node)
+    rule = node.get("propertyNames", False)
+    if names is not None:
+        pattern = f"^(?:{'|'.join(map(re.escape, sorted(names)))})$"
+    elif isinstance(rule, dict) and KEYWORDS & rule.keys() in ({"pattern"}, {"pattern", "type"}):
+        if rule.get("type", "string") != "string":
+            return
+        pattern = rule["pattern"]
+    else:
+        return
+    removal.remove(pointer, node, "propertyNames")
+    node["patternProperties"] = {pattern: _rest(removal, pointer, node)}
+    node["additionalProperties"] = False
+
+
+def _enumerated_names(node: dict[str, Any]) -> set[str] | None:
+    """The names that `propertyNames` allows, if it lists them and nothing else rules names."""
     rule = node.get("propertyNames")
     if not isinstance(rule, dict) or node.get("patternProperties"):
-        return
-    keywords = KEYWORDS & set(rule) - ({"type"} if rule.get("type") == "string" else set())
-    if keywords == {"enum"}:
-        _list_names(removal, pointer, node, rule["enum"])
-        return
-    if keywords != {"pattern"} or node.get("properties"):
-        return  # the listed names would have to match, too
-    removal.remove(pointer, node, "propertyNames")
-    rest = removal.remove(pointer, node, "additionalProperties") if _says_rest(node) else True
-    node["patternProperties"] = {rule["pattern"]: rest}
-    node["additionalProperties"] = False
+        return None
+    if KEYWORDS & rule.keys() not in ({"enum"}, {"enum", "type"}):
+        return None
+    if rule.get("type", "string") != "string":
+        return None
+    return {name for name in rule["enum"] if isinstance(name, str)}
 
 
-def _list_names(removal: Removal, pointer: str, node: dict[str, Any], names: list[Any]) -> None:
-    removal.remove(pointer, node, "propertyNames")
-    properties = node.get("properties", {})
-    if any(name not in names for name in properties):
-        removal.remove(pointer, node, "properties")
-        node["properties"] = {
-            name: rule if name in names else False for name, rule in properties.items()
-        }
-    rest = removal.remove(pointer, node, "additionalProperties") if _says_rest(node) else True
-    others = [name for name in names if isinstance(name, str) and name not in properties]
-    if others and rest is not False:
-        node["patternProperties"] = {f"^(?:{'|'.join(map(re.escape, others))})$": rest}
-    node["additionalProperties"] = False
-
-
-def _says_rest(node: dict[str, Any]) -> bool:
-    return "additionalProperties" in node
+def _rest(removal: Removal, pointer: str, node: dict[str, Any]) -> Any:
+    """Takes `additionalProperties` out; returns what it was."""
+    if "additionalProperties" in node:
+        return removal.remove(pointer, node, "additionalProperties")
+    return True
