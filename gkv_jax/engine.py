@@ -1,7 +1,6 @@
 """The engine: a fixed number of slots, requests that queue for them, and the loop that serves them."""
 
 import collections
-import functools
 import math
 import threading
 import time
@@ -84,6 +83,8 @@ class Engine:
         self._check_spec()
         self.slots, self.loop = slots, loop
         self._params, self._watchdog_s, self._backend = params, watchdog_s, backend
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         stops = {*stop_token_ids, tokenizer.eos_token_id} - {None}
         self._stop_token_ids = frozenset(t for t in stops if 0 <= t < model.vocab_size)
         self._cache = self._new_cache()
@@ -145,7 +146,7 @@ class Engine:
         """Dtype of the weights and the cache."""
         return cache_dtype(self._params)
 
-    @functools.cached_property
+    @property
     def compiler(self) -> GrammarCompiler:
         """Compiles guides for this model; made on first use, so that free text needs none of it.
 
@@ -153,19 +154,24 @@ class Engine:
           GrammarError: the tokenizer cannot be used for guided decoding.
           UserError: the environment asks for an impossible cache limit.
         """
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = self._new_compiler()
+                self._compiler.start()
+            return self._compiler
+
+    def _new_compiler(self) -> GrammarCompiler:
         info = TokenizerInfo.from_transformers(
             self.tokenizer,
             vocab_size=self.model.vocab_size,
             stop_token_ids=sorted(self._stop_token_ids),
         )
         try:
-            compiler = GrammarCompiler(info, backend=self._backend)
+            return GrammarCompiler(info, backend=self._backend)
         except GrammarError:
             raise
         except ValueError as error:
             raise UserError(str(error)) from error
-        compiler.start()
-        return compiler
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -312,6 +318,9 @@ class Engine:
     def close(self) -> None:
         """End what is running with ``EngineClosedError`` and wait for the engine thread's end."""
         self._finalizer()
+        with self._compiler_lock:
+            if self._compiler is not None:
+                self._compiler.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import math
 import os
@@ -9,15 +11,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 from grammar_host.backends import check_backend_name
 from grammar_host.backends.base import Backend, CompiledGuide, NewMatcher
 from grammar_host.errors import (
     CompileCrashError,
+    CompileServiceError,
     GrammarError,
     GuideError,
     UnsupportedGuideError,
@@ -41,6 +43,11 @@ FAILURE_SECONDS = 30.0
 MAX_FAILURES = 256
 
 COMPILE_THREADS = 2
+
+GATE_BYTES_PER_CHARACTER = 20
+"""What a gate's parsed schema, validators and tables take, per character of the schema."""
+
+_CLOSED = "the compiler was closed; make a new one"
 
 
 def cache_limit_from_environment() -> int:
@@ -118,8 +125,8 @@ class CompilerStats:
         cached_grammars: grammars in the cache.
         cached_bytes: their approximate size together.
         compiling: guides being compiled now.
-        compile_seconds: wall time from request to grammar, summed over the compiled guides.
-        service: the worker processes; None before the first one starts and without isolation.
+        compile_seconds: wall time from request to grammar or error, summed over the guides.
+        service: the worker processes; None without isolation.
     """
 
     cache_hits: int
@@ -131,6 +138,11 @@ class CompilerStats:
     compiling: int
     compile_seconds: float
     service: ServiceStats | None
+
+
+def _fail(future: Future[Grammar], error: GrammarError) -> None:
+    with contextlib.suppress(InvalidStateError):  # done meanwhile
+        future.set_exception(error)
 
 
 _Key = tuple[str, Guide]
@@ -214,6 +226,8 @@ class GrammarCompiler:
                 workers=COMPILE_THREADS,
             )
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compiler")
+        self._closers_lock = threading.Lock()
+        self._shared_closers: Closers | None = None
         self._lock = threading.Lock()
         self._cache: OrderedDict[_Key, Grammar] = OrderedDict()
         self._failures: OrderedDict[_Key, tuple[float, GuideError]] = OrderedDict()
@@ -241,10 +255,15 @@ class GrammarCompiler:
             self._threads.submit(lambda: self._closers)
 
     def close(self) -> None:
-        """Ends the worker processes; compilations under way fail."""
+        """Ends the worker processes; compilations under way fail with `CompileServiceError`."""
         if self._service is not None:
             self._service.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            left = list(self._in_flight.values())
+            self._in_flight.clear()
+        for future in left:
+            _fail(future, CompileServiceError(_CLOSED))
 
     def compile(self, guide: Guide, backend: str | None = None) -> Grammar:
         """Compiles a guide, or takes it from the cache.
@@ -262,8 +281,7 @@ class GrammarCompiler:
     def submit(self, guide: Guide, backend: str | None = None) -> Future[Grammar]:
         """The same off the caller's thread: returns at once.
 
-        The future raises what `compile` raises; cancelling it does not stop the compilation, which
-        others may be waiting for.
+        The future raises what `compile` raises. It cannot be cancelled: others may wait for it.
 
         Raises:
             GuideError: an engine that is not served.
@@ -282,6 +300,7 @@ class GrammarCompiler:
                 return future
             self._misses += 1
             future = self._in_flight[key] = Future()
+            future.set_running_or_notify_cancel()  # others may wait for it: nobody can cancel it
         self._begin(_Work(key, future, time.perf_counter(), engines=(name,)))
         return future
 
@@ -300,9 +319,12 @@ class GrammarCompiler:
                 service=None if self._service is None else self._service.stats(),
             )
 
-    @cached_property
+    @property
     def _closers(self) -> Closers:
-        return Closers(self._tokenizer_info)
+        with self._closers_lock:
+            if self._shared_closers is None:
+                self._shared_closers = Closers(self._tokenizer_info)
+            return self._shared_closers
 
     def _check_backend(self, name: str) -> None:
         if name not in self._own_engines:
@@ -319,7 +341,7 @@ class GrammarCompiler:
         failed_at, error = self._failures.get(key, (-math.inf, None))
         if error is None or time.monotonic() - failed_at > FAILURE_SECONDS:
             return None
-        future.set_exception(error)
+        future.set_exception(copy.copy(error))  # each raising adds to an error's traceback
         return future
 
     def _begin(self, work: _Work) -> None:
@@ -330,9 +352,17 @@ class GrammarCompiler:
                 return
             guide = work.key[1]
             job = self._service.submit(guide, work.engines[0], param=guide.param)
-            job.add_done_callback(lambda trial: self._threads.submit(self._finish, work, trial))
-        except Exception as error:  # closed, or no process can be started
+            job.add_done_callback(lambda trial: self._after_trial(work, trial))
+        except GrammarError as error:  # no process can be started
             self._settle(work, error)
+        except RuntimeError:  # the threads have been shut down
+            self._settle(work, CompileServiceError(_CLOSED))
+
+    def _after_trial(self, work: _Work, trial: Future[Plan]) -> None:
+        try:
+            self._threads.submit(self._finish, work, trial)
+        except RuntimeError:  # shut down, perhaps with the interpreter
+            self._settle(work, CompileServiceError(_CLOSED))
 
     def _finish(self, work: _Work, trial: Future[Plan] | None) -> None:
         """Compiles what has been planned; runs on a thread of the compiler."""
@@ -357,6 +387,8 @@ class GrammarCompiler:
                 self._begin(replace(work, engines=work.engines[1:]))
             else:
                 self._settle(work, error)
+        except ImportError as error:
+            self._settle(work, CompileServiceError(f"{work.engines[0]}: {error}"))
         except BaseException as error:  # whatever it is, the threads that wait must not hang
             self._settle(work, error)
 
@@ -371,8 +403,11 @@ class GrammarCompiler:
             compiled = self._planner.compile(plan)
         new_matcher = self._wrapped(guide, plan, compiled)
         # The texts live as long as the grammar.
-        texts = {guide.text, plan.guide.text, plan.gate or ""}
-        memory_bytes = compiled.memory_bytes + sum(map(len, texts))
+        texts = {guide.text, plan.guide.text}
+        gated = len(plan.gate or "") + sum(len(schema) for _, schema in plan.tags)
+        memory_bytes = (
+            compiled.memory_bytes + sum(map(len, texts)) + GATE_BYTES_PER_CHARACTER * gated
+        )
         return Grammar(
             guide=guide,
             backend=plan.backend,
@@ -393,7 +428,7 @@ class GrammarCompiler:
             new_matcher = with_gate(new_matcher, document, self._tokenizer_info, self._closers)
         if plan.tags:
             schemas = {begin: json.loads(document) for begin, document in plan.tags}
-            new_matcher = with_tag_gate(new_matcher, schemas, self._tokenizer_info)
+            new_matcher = with_tag_gate(new_matcher, schemas, self._tokenizer_info, self._closers)
         if guide.reasoning_end is not None:
             new_matcher = with_reasoning(new_matcher, self._tokenizer_info, guide.reasoning_end)
         return new_matcher
@@ -406,14 +441,15 @@ class GrammarCompiler:
             bug.__cause__ = outcome
             outcome = bug
         with self._lock:
-            self._in_flight.pop(work.key, None)
+            if self._in_flight.pop(work.key, None) is not work.future:
+                return  # closed meanwhile
             self._seconds += time.perf_counter() - work.started
             if isinstance(outcome, Grammar):
                 self._remember(work.key, outcome)
             else:
                 self._failed += 1
                 if isinstance(outcome, GuideError):
-                    self._failures[work.key] = time.monotonic(), outcome
+                    self._failures[work.key] = time.monotonic(), copy.copy(outcome)
                     self._failures.move_to_end(work.key)
                     while len(self._failures) > MAX_FAILURES:
                         self._failures.popitem(last=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -104,6 +105,7 @@ class Planner:
         """
         self._tokenizer_info = tokenizer_info
         self._engines = dict(engines)
+        self._lock = threading.Lock()
 
     def plan(
         self, guide: Guide, backend: str, *, ready: Callable[[str], bool] = lambda engine: True
@@ -150,9 +152,10 @@ class Planner:
 
     def engine(self, name: str) -> Backend:
         """The engine of that name."""
-        if name not in self._engines:
-            self._engines[name] = SERVED_BACKENDS[name](self._tokenizer_info)
-        return self._engines[name]
+        with self._lock:
+            if name not in self._engines:
+                self._engines[name] = SERVED_BACKENDS[name](self._tokenizer_info)
+            return self._engines[name]
 
     def _plan_schema(self, guide: Guide, backend: str) -> tuple[Plan, CompiledGuide]:
         schema = read_schema(guide.document, strict=guide.strict)

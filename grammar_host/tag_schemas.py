@@ -47,29 +47,36 @@ def prepare_tag_schemas(guide: Guide, backend: str) -> TagSchemas:
         GuideError: a malformed or unsatisfiable schema; pointers are those of the tag document.
     """
     document = guide.document
-    gated: dict[str, str] = {}
-    whole: str | None = None
-    inexact: list[str] = []
+    begins = _begins(document)
+    found: list[tuple[TagPart, Schema, Version]] = []
+    # With one gate there are gates for all, or the text of a part could be taken for a tag.
+    gateable = True
     for part in tag_parts(document):
         if part.kind != "json_schema":
             continue
         if not _is_json(part):
             _require_exact(part, backend, inexact_keywords(part.value, backend))
+            gateable = False
             continue
         schema = _read(part)
-        version = _best(schema, backend)
+        gateable = gateable and part.format_pointer in begins and schema.ends_itself()
+        found.append((part, schema, _best(schema, backend)))
+    schemas: dict[str, str] = {}
+    whole: str | None = None
+    inexact: list[str] = []
+    for part, schema, version in found:
         document = replace_part(document, part.pointer, version.document)
-        if not version.inexact:
-            continue
-        inexact.extend(part.pointer + pointer for pointer in version.inexact)
         text = json.dumps(schema.document, ensure_ascii=False)
-        begin = _begin_of(guide.document, part)
+        inexact.extend(part.pointer + pointer for pointer in version.inexact)
         if part.format_pointer == "/format":
-            whole = text
-        elif begin is None or not schema.ends_itself() or gated.setdefault(begin, text) != text:
+            whole = text if version.inexact else None
+        elif gateable:
+            schemas[begins[part.format_pointer]] = text
+        else:
             _require_exact(part, backend, version.inexact)
-    text = json.dumps(document, ensure_ascii=False)
-    return TagSchemas(replace(guide, text=text), gated, whole, tuple(inexact))
+    offered = replace(guide, text=json.dumps(document, ensure_ascii=False))
+    gated = schemas if inexact and whole is None else {}
+    return TagSchemas(offered, gated, whole, tuple(inexact))
 
 
 def _is_json(part: TagPart) -> bool:
@@ -95,15 +102,33 @@ def _best(schema: Schema, backend: str) -> Version:
     return next((version for version in offered if not version.inexact), offered[0])
 
 
-def _begin_of(document: Mapping[str, Any], part: TagPart) -> str | None:
-    """The text that always and only stands before the part; None if there is no such text."""
-    found: str | None = None
+def _begins(document: Mapping[str, Any]) -> dict[str, str]:
+    """The texts that always and only stand before a part, by the pointer of the part's format.
+
+    Empty if some other text of the document could be taken for one of them.
+    """
+    begins: dict[str, str] = {}
+    others: list[str] = []
     for pointer, node in tag_formats(document):
         if node.get("type") in _FREE_TEXT:
-            return None
-        if f"{pointer}/content" == part.format_pointer and isinstance(node.get("begin"), str):
-            found = node["begin"] or None
-    return found
+            return {}
+        for key in ("begin", "end", "value", "separator"):
+            texts = node.get(key, ())
+            texts = [texts] if isinstance(texts, str) else texts
+            others.extend(text for text in texts if isinstance(text, str))
+        begin = node.get("begin")
+        if isinstance(begin, str) and begin:
+            begins[f"{pointer}/content"] = begin
+            others.remove(begin)
+    texts = list(begins.values())
+    apart = all(
+        not other.startswith(text)
+        for index, text in enumerate(texts)
+        for other in texts[:index] + texts[index + 1 :]
+    )
+    if not apart or any(text in other for text in texts for other in others):
+        return {}
+    return begins
 
 
 def _require_exact(part: TagPart, backend: str, inexact: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from operator import itemgetter
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from grammar_host.bitmask import token_row
 from grammar_host.gate.cursor import MAX_NESTING, Cursor, Frame, keys_left, nodes_of_value
+from grammar_host.gate.effects import Effects, essence, string_end
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -21,115 +22,87 @@ MAX_CLOSINGS = 4
 MAX_OPENINGS = 32
 """Containers that one token may open."""
 
-MANY = MAX_NESTING
-"""More containers than any token closes."""
-
 _INTERESTING = re.compile(rb'["{\[}\],: \t\n\r]')
-_STRING_END = re.compile(rb'(?:[^"\\]|\\[\s\S])*"')
-_SCALAR = re.compile(rb'[^ \t\n\r,:"{}\[\]]+')
-_KEY_DUE = re.compile(rb"[,{][ \t\n\r]*\Z")
-_BEHIND_VALUE = re.compile(rb"[ \t\n\r,:]+\Z")
 
-
-def closings(text: bytes) -> int:
-    """How many containers a text outside of strings closes.
-
-    `MANY` if it finishes a value or begins a key that it made room for itself, which must be looked
-    at in any case.
-    """
-    closed = opened = position = 0
-    while position < len(text):
-        byte = text[position : position + 1]
-        position += 1
-        if byte == b'"':
-            if _STRING_END.match(text, position) or _KEY_DUE.search(text, 0, position - 1):
-                return MANY
-            break
-        if byte in b"{[":
-            opened += 1
-        elif byte in b"}]":
-            if opened:
-                return MANY
-            closed += 1
-        elif byte not in b" \t\n\r,:":
-            scalar = _SCALAR.match(text, position - 1)
-            assert scalar is not None
-            position = scalar.end()
-            if position < len(text):
-                return MANY
-    return closed
+_Row = NDArray[np.int32]
 
 
 class Closers:
-    """Rows of the tokens that have to be examined, by the state of a text. Shared by all gates."""
+    """Rows of the tokens that have to be examined, by the state of a text. Shared by all gates.
+
+    Attributes:
+        vocabulary: V entries, the bytes of each token.
+    """
 
     def __init__(self, tokenizer_info: TokenizerInfo) -> None:
         """Looks through the vocabulary."""
-        vocabulary = tokenizer_info.vocabulary
-        texts = {t: text for t, text in enumerate(vocabulary) if _INTERESTING.search(text)}
-        strings = {token: _STRING_END.match(text) for token, text in texts.items()}
-        ends = {token: match.end() for token, match in strings.items() if match}
-        outside = {token: closings(text) for token, text in texts.items()}
-        inside = {token: closings(texts[token][end:]) for token, end in ends.items()}
-
-        def rows(closed: dict[int, int]) -> list[NDArray[np.int32]]:
-            counts = range(MAX_CLOSINGS + 2)
-            return [row(t for t, count in closed.items() if count >= least) for least in counts]
-
-        def row(tokens: Iterable[int]) -> NDArray[np.int32]:
-            return token_row(list(tokens), len(vocabulary))
-
-        self.vocabulary = vocabulary
-        self._row = row
-        self._none = row(())
-        self._outside = rows(outside)
-        self._inside = rows(inside)
-        self._string_ends = row(ends)
-        self._quotes = row(token for token, text in texts.items() if b'"' in text)
-        self._delimiters = row(texts)
-        self._all = row(token for token, text in enumerate(vocabulary) if text)
-        first = sorted((text[:1], token) for token, text in enumerate(vocabulary) if text)
+        self.vocabulary = tokenizer_info.vocabulary
+        texts = {t: text for t, text in enumerate(self.vocabulary) if _INTERESTING.search(text)}
+        ends = {token: string_end(text) for token, text in texts.items() if string_end(text) >= 0}
+        self._inside = {token: Effects.of(texts[token][end:]) for token, end in ends.items()}
+        outside = {token: Effects.of(text) for token, text in texts.items()}
+        self._closing_outside = self._rows_by_closings(outside)
+        self._closing_inside = self._rows_by_closings(self._inside)
+        self._keys_outside = self._row(t for t, does in outside.items() if does.touches_keys)
+        self._keys_inside = self._row(t for t, does in self._inside.items() if does.touches_keys)
+        self._ending = self._row(ends)
+        self._quotes = self._row(token for token, text in texts.items() if b'"' in text)
+        self._openers = self._row(t for t, text in texts.items() if b"{" in text or b"[" in text)
+        self._delimiters = self._row(texts)
+        self._all = self._row(token for token, text in enumerate(self.vocabulary) if text)
+        self._none = self._row(())
+        first = sorted((text[:1], token) for token, text in enumerate(self.vocabulary) if text)
         self._beginning = {
-            byte: row(token for _, token in tokens)
+            byte: self._row(token for _, token in tokens)
             for byte, tokens in groupby(first, itemgetter(0))
         }
-        self._openers = row(t for t, text in texts.items() if b"{" in text or b"[" in text)
         self._endings: dict[bytes, list[int]] = {}
         for token, end in ends.items():
             self._endings.setdefault(texts[token][:end], []).append(token)
         self._essences = {
-            in_string: {token: _essence(text, in_string) for token, text in texts.items()}
+            in_string: {token: essence(text, in_string=in_string) for token, text in texts.items()}
             for in_string in (False, True)
         }
+        self._tails = {t: essence(texts[t][end - 1 :], in_string=True) for t, end in ends.items()}
 
     def essence(self, token_id: int, cursor: Cursor) -> bytes:
         """The text of a token without what behind a finished part makes no difference."""
         essences = self._essences[cursor.string_start >= 0]
         return essences.get(token_id, self.vocabulary[token_id])
 
-    def candidates(self, cursor: Cursor, text: bytes, rules: Rules) -> NDArray[np.int32]:
+    def tail(self, token_id: int, cursor: Cursor) -> bytes | None:
+        """What a token does behind the string that it ends; None if that depends on the string."""
+        does = self._inside.get(token_id)
+        if does is None or (cursor.frame is not None and does.closings >= cursor.frame.closings):
+            return None
+        return self._tails[token_id]
+
+    def candidates(self, cursor: Cursor, text: bytes, rules: Rules) -> _Row:
         """int32 [W], read-only: the tokens that may have to be refused behind a text."""
-        frame = cursor.frame
         if cursor.escaped:
             return self._quotes
+        frame = cursor.frame
         least = 1 if frame is None else min(frame.closings, MAX_CLOSINGS + 1)
         left = None if frame is None else keys_left(frame, b'"', rules)
         if cursor.string_start >= 0:
             if cursor.in_key and left is not None:
                 return self._all
-            row = self._inside[least] | self._endings_row(cursor, text, rules)
+            row = self._closing_inside[least] | self._endings_row(cursor, text, rules)
             if left == []:
-                row = row | self._string_ends  # and a comma behind it
+                row = row | self._ending  # and a comma behind it
+            keys = self._keys_inside
         else:
-            row = self._outside[least]
+            row, keys = self._closing_outside[least], self._keys_outside
             key_matters = left is not None and (cursor.in_key or not left)
             if key_matters or (cursor.scalar_start >= 0 and _looks_at_value(frame, rules)):
                 row = row | self._delimiters
+        if rules.limit_keys:
+            row = row | keys
         if frame is not None and frame.depth + MAX_OPENINGS >= MAX_NESTING:
             row = row | self._openers
         return row
 
-    def key_row(self, cursor: Cursor, text: bytes, rules: Rules) -> NDArray[np.int32] | None:
+    def key_row(self, cursor: Cursor, text: bytes, rules: Rules) -> _Row | None:
         """int32 [W]: the tokens whose first byte may continue the key being written; None: any."""
         frame = cursor.frame
         if frame is None or cursor.string_start < 0 or cursor.escaped or not cursor.in_key:
@@ -139,9 +112,12 @@ class Closers:
         if left is None:
             return None
         firsts = {b"\\", *(key[len(begun) : len(begun) + 1] for key in left)}
-        return np.bitwise_or.reduce([self._beginning.get(first, self._none) for first in firsts])
+        row: _Row = np.bitwise_or.reduce(
+            [self._beginning.get(first, self._none) for first in firsts]
+        )
+        return row
 
-    def _endings_row(self, cursor: Cursor, text: bytes, rules: Rules) -> NDArray[np.int32]:
+    def _endings_row(self, cursor: Cursor, text: bytes, rules: Rules) -> _Row:
         """The tokens with an end of the string being written that has to be examined."""
         frame = cursor.frame
         if cursor.in_key:
@@ -150,7 +126,7 @@ class Closers:
         else:
             nodes = nodes_of_value(frame, rules)
         if rules.matters(nodes):
-            return self._string_ends
+            return self._ending
         if frame is None or not frame.seen or not (cursor.in_key or frame.is_set):
             return self._none
         begun = text[cursor.string_start :]
@@ -158,34 +134,18 @@ class Closers:
         repeating = [token for ending in endings for token in self._endings.get(ending, ())]
         return self._row(repeating) if repeating else self._none
 
+    def _rows_by_closings(self, effects: Mapping[int, Effects]) -> list[_Row]:
+        """Row k: the tokens that close k containers or more, or complete a value of their own."""
+        return [
+            self._row(t for t, does in effects.items() if does.completes or does.closings >= least)
+            for least in range(MAX_CLOSINGS + 2)
+        ]
 
-def _essence(text: bytes, in_string: bool) -> bytes:
-    behind = _BEHIND_VALUE.search(text)
-    if behind is None or _ends_in_string(text, in_string):
-        return text
-    stripped = text[: behind.start()]
-    if b"," in behind[0]:
-        return stripped + b","
-    # Behind a number the first blank ends it.
-    return stripped if stripped[-1:] in (b'"', b"}", b"]") else stripped + b" "
-
-
-def _ends_in_string(text: bytes, in_string: bool) -> bool:
-    position = 0
-    while True:
-        if not in_string:
-            position = text.find(b'"', position) + 1
-            if not position:
-                return False
-        end = _STRING_END.match(text, position)
-        if end is None:
-            return True
-        position, in_string = end.end(), False
+    def _row(self, tokens: Iterable[int]) -> _Row:
+        return token_row(list(tokens), len(self.vocabulary))
 
 
-def withdraw(
-    row: NDArray[np.int32], candidates: NDArray[np.int32], refuses: Callable[[int], bool]
-) -> None:
+def withdraw(row: _Row, candidates: _Row, refuses: Callable[[int], bool]) -> None:
     """Takes the tokens out of a mask row (int32 [W]) that are candidates and refused."""
     legal = row & candidates
     for word in np.flatnonzero(legal):

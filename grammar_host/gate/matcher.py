@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
 from grammar_host.gate.closers import Closers, withdraw
-from grammar_host.gate.cursor import START, Cursor, Refusal, follow
+from grammar_host.gate.cursor import START, Cursor, Frame, Refusal, follow, nodes_of_value
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -42,6 +42,8 @@ class GatedMatcher(EngineMatcher):
         self._history: list[tuple[int, Cursor]] = [(0, START)]
         self._judged: tuple[bytes, bool] = (b"", False)
         self._refusal: Refusal | None = None
+        self._string: tuple[int, Frame | None] | None = None
+        self._tails: dict[bytes, bool] = {}
 
     def accept_token(self, token_id: int) -> bool:
         data = b""
@@ -74,17 +76,21 @@ class GatedMatcher(EngineMatcher):
         if cursor.closed:
             return
         verdicts: dict[bytes, bool] = {}
+        tails = self._tails_in(cursor)
 
         def refuses(token_id: int) -> bool:
             if token_id in self._stop_token_ids:
                 return False
-            data = self._closers.essence(token_id, cursor)
-            if data not in verdicts:
+            memory, data = verdicts, self._closers.essence(token_id, cursor)
+            if tails is not None:
+                tail = self._closers.tail(token_id, cursor)
+                memory, data = (memory, data) if tail is None else (tails, tail)
+            if data not in memory:
                 outcome = self._follow(data)
-                verdicts[data] = isinstance(outcome, Refusal)
+                memory[data] = isinstance(outcome, Refusal)
                 if isinstance(outcome, Refusal):
                     self._refusal = self._refusal or outcome
-            return verdicts[data]
+            return memory[data]
 
         possible = self._closers.key_row(cursor, self._text, self._rules)
         if possible is not None:
@@ -119,6 +125,17 @@ class GatedMatcher(EngineMatcher):
         copy._text = self._text
         copy._history = list(self._history)
         return copy
+
+    def _tails_in(self, cursor: Cursor) -> dict[bytes, bool] | None:
+        """What is refused behind the string being written, whatever it says; None if it matters."""
+        frame, rules = cursor.frame, self._rules
+        if cursor.string_start < 0 or cursor.escaped or cursor.in_key:
+            return None
+        if (frame is not None and frame.is_set) or rules.matters(nodes_of_value(frame, rules)):
+            return None
+        if self._string is None or (cursor.string_start, frame) != self._string:
+            self._string, self._tails = (cursor.string_start, frame), {}
+        return self._tails
 
     @property
     def _cursor(self) -> Cursor:

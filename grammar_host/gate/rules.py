@@ -10,9 +10,8 @@ from urllib.parse import quote
 
 import jsonschema_rs
 
-from grammar_host.schema.reading import VALIDATION
+from grammar_host.schema.reading import UNENFORCED, VALIDATION
 from grammar_host.schema.removal import caller_pointer
-from grammar_host.schema.versions import UNENFORCED
 from grammar_host.schema.walk import children, escape, local_pointer, referred, resolve
 
 Nodes = tuple[str, ...]
@@ -33,6 +32,9 @@ class Rules:
 
     Only schemas that a part must satisfy whatever the rest says are considered for parts: those
     reached by `properties`, `items`, `allOf` and `$ref` alone. The root schema covers the rest.
+
+    Attributes:
+        limit_keys: whether keys that an object must not have may be begun.
     """
 
     root: Nodes = ("",)
@@ -47,6 +49,7 @@ class Rules:
         self._document = document
         unenforced = document.get(UNENFORCED)
         self._keywords = None if unenforced is None else frozenset(unenforced)
+        self.limit_keys = self._keywords is None or "properties" in self._keywords
         self._registry = jsonschema_rs.Registry([(_BASE, document)])
         self._validators: dict[str, jsonschema_rs.Validator] = {}
         self._closures: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {}
@@ -80,6 +83,8 @@ class Rules:
 
     def keys(self, nodes: Nodes) -> frozenset[bytes] | None:
         """The keys that an object may have, as they are written; None if others may come, too."""
+        if not self.limit_keys:
+            return None
         if nodes in self._keys:
             return self._keys[nodes]
         keys: frozenset[bytes] | None = None

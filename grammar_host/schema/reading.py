@@ -16,7 +16,7 @@ from grammar_host.errors import (
     clean_reason,
 )
 from grammar_host.schema.references import localize_references, require_progress
-from grammar_host.schema.removal import Removal, caller_pointer
+from grammar_host.schema.removal import ASIDE, Removal, caller_pointer
 from grammar_host.schema.shapes import check_extent, check_shapes
 from grammar_host.schema.strict import close_objects
 from grammar_host.schema.walk import (
@@ -80,8 +80,13 @@ _SINCE = {
 _ANNOTATIONS = frozenset({"contentEncoding", "contentMediaType", "contentSchema"})
 """Drafts 6 and 7 leave it to the implementation whether these are more; later they are not."""
 
+UNENFORCED = "x-unenforced"
+"""In a schema for the completion gate: the keywords that an engine may not enforce."""
+
 _ENGINE_OPTIONS = "x-guidance"
 """LLGuidance would read options from it, among them to enforce less."""
+
+_RESERVED = frozenset({_ENGINE_OPTIONS, ASIDE, UNENFORCED})
 
 VALIDATION: dict[str, Any] = {
     "validate_formats": True,
@@ -238,7 +243,7 @@ def _remove_meaningless(document: Any, draft: int) -> None:
 
 
 def _means_nothing(schema: dict[str, Any], keyword: str, draft: int) -> bool:
-    if keyword == _ENGINE_OPTIONS or keyword in _ANNOTATIONS or draft < _SINCE.get(keyword, 0):
+    if keyword in _RESERVED or keyword in _ANNOTATIONS or draft < _SINCE.get(keyword, 0):
         return True
     if draft <= 7 and "$ref" in schema:
         return keyword not in ("$ref", "$schema", *DEFINITIONS)

@@ -17,16 +17,13 @@ from grammar_host.schema.for_llguidance import (
 )
 from grammar_host.schema.for_xgrammar import leave_out_ignored_by_xgrammar
 from grammar_host.schema.order import restore_property_order
-from grammar_host.schema.reading import Schema
+from grammar_host.schema.reading import UNENFORCED, Schema
 from grammar_host.schema.rewrite import lower_for_llguidance, modernize
 from grammar_host.schema.weaken import Step, any_for_one, in_any_order, merge_patterns, weaken
 
 MAX_TRIALS = 200
 """Patterns and multiples of one schema that are tried by themselves."""
 
-
-UNENFORCED = "x-unenforced"
-"""In a schema for the completion gate: the keywords that an engine may not enforce."""
 
 _DEPENDENCIES = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
 _SPELLINGS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -76,7 +73,8 @@ class Version:
         document: what the engine compiles; every valid document satisfies it.
         inexact: JSON pointers of what the engine does not enforce exactly. If there is none, every
             document that satisfies it is valid.
-        keywords: which keywords of the caller's schema that may concern.
+        keywords: which keywords of the caller's schema that may concern; `properties` if the engine
+            lets keys be repeated.
     """
 
     document: Any
@@ -118,7 +116,7 @@ def versions(
         for steps in _weaker(compiles):
             weaker, missing = weaken(document, (leave_out_imprecise, *steps))
             if weaker != tried:
-                yield _version(weaker, missing, backend, others)
+                yield _version(weaker, missing, backend, others | {"properties"})
             tried = weaker
 
 

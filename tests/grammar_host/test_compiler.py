@@ -1,8 +1,11 @@
 """Cache, coalescing, routing and the refusal of grammars that nothing satisfies."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -239,6 +242,70 @@ def test_an_engine_that_crashes_leaves_the_guide_to_the_next_one():
     compiler = GrammarCompiler(tokenizer_info())
     assert accepts(compiler.compile(guide).matcher(), "-9223372036854775800")
     compiler.close()
+
+
+class WaitingBackend(Backend):
+    """Compiles nothing until it is told to."""
+
+    name = "waiting"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        self.go.wait(20)
+        return CompiledGuide(lambda stops: ScriptedMatcher(SCRIPT, stops), 1)
+
+
+def test_closing_settles_every_future():
+    backend = WaitingBackend()
+    compiler = GrammarCompiler(tokenizer_info(), backend)
+    futures = [compiler.submit(Guide.regex(text)) for text in "abcdef"]
+    compiler.close()
+    for future in futures:
+        with pytest.raises(CompileServiceError, match="closed"):
+            future.result(timeout=20)
+    backend.go.set()
+    with pytest.raises(CompileServiceError):
+        compiler.compile(Guide.regex("g"))
+
+
+def test_nobody_can_cancel_what_others_may_wait_for():
+    backend = WaitingBackend()
+    compiler = GrammarCompiler(tokenizer_info(), backend)
+    first, second = compiler.submit(Guide.regex("a")), compiler.submit(Guide.regex("a"))
+    assert not first.cancel()
+    backend.go.set()
+    assert second.result().guide == Guide.regex("a")
+    assert compiler.stats().failures == 0
+
+
+def test_a_remembered_failure_is_a_new_error_each_time():
+    compiler = GrammarCompiler(tokenizer_info(), RefusingBackend())
+    errors = []
+    for _ in range(3):
+        with pytest.raises(InvalidGuideError, match="always") as info:
+            compiler.compile(Guide.regex("a"))
+        errors.append(info.value)
+    assert len({id(error) for error in errors}) == 3
+
+
+def test_a_thread_that_compiles_does_not_keep_the_interpreter_from_ending():
+    script = """
+import threading
+from tests.grammar_host.common import tokenizer_info
+from grammar_host import GrammarCompiler, Guide
+compiler = GrammarCompiler(tokenizer_info())
+threading.Thread(target=lambda: compiler.compile(Guide.json_schema({"type": "object"}))).start()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0
 
 
 def test_after_close_guides_are_refused_and_nothing_hangs():

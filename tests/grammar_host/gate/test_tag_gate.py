@@ -162,6 +162,39 @@ def test_a_text_that_is_one_document_is_checked_as_a_whole():
     assert not accepts(grammar.matcher(), "13")
 
 
+STRING = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+
+
+def test_what_looks_like_a_tag_inside_of_json_is_none():
+    guide = structural_tag(tag("<a>", STRING, "</a>"), tag("<even>", EVEN, "</even>"))
+    for inner in ("<even>", "<even>[1] ", "<c>"):
+        text = f'<a>{{"x": "{inner}"}}</a>'
+        assert accepts(compiler().compile(guide).matcher(), text)
+        assert accepts(compiler().compile(guide).matcher(), text + "<even>[2]</even>")
+        assert not accepts(compiler().compile(guide).matcher(), text + "<even>[3]</even>")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"type": "const_string", "value": "see <even>"},
+        tag("<even>x", STRING, "</a>"),
+        {"type": "qwen_xml_parameter", "json_schema": STRING},
+    ],
+)
+def test_beside_what_may_be_taken_for_the_tag_no_gate_can_stand(other):
+    both = {"type": "or", "elements": [other, tag("<even>", EVEN, "</even>")]}
+    with pytest.raises(UnsupportedGuideError, match="does not enforce it here"):
+        compiler().compile(Guide.structural_tag({"type": "structural_tag", "format": both}))
+
+
+def test_a_caller_cannot_switch_the_gate_off():
+    schema = {**EVEN, "x-unenforced": [], "x-aside": {}}
+    grammar = compiler().compile(structural_tag(tag("<f>", schema, "</f>")))
+    assert not accepts(grammar.matcher(), "<f>[3]</f>")
+    assert accepts(grammar.matcher(), "<f>[4]</f>")
+
+
 def test_one_tag_cannot_stand_for_two_gated_schemas():
     guide = structural_tag(tag("<f>", SCHEMA, "</f>"), tag("<f>", EVEN, "</even>"))
     with pytest.raises(UnsupportedGuideError):
