@@ -45,6 +45,9 @@ FIRST_ENGINE = "llguidance"
 SLOW_TO_IMPORT = frozenset({"xgrammar"})
 """Engines that import torch."""
 
+TRIAL_TOKENS = 12
+"""Tokens that are written on trial under a compiled guide."""
+
 MAX_POINTERS = 20
 """Parts of a schema that a note lists by name."""
 
@@ -105,6 +108,10 @@ class Planner:
         """
         self._tokenizer_info = tokenizer_info
         self._engines = dict(engines)
+        # On trial: into every string, and far with every token. A stop token has no length.
+        self._weights = np.array(
+            [1000 if text == b'"' else len(text) for text in tokenizer_info.vocabulary]
+        )
         self._lock = threading.Lock()
 
     def plan(
@@ -162,7 +169,7 @@ class Planner:
 
         def compiles(document: object) -> bool:
             try:
-                self.engine(backend).compile(_with_schema(guide, document))
+                self._try(self._compile(_with_schema(guide, document), backend))
             except GuideError:
                 return False
             return True
@@ -172,6 +179,7 @@ class Planner:
             try:
                 offered = _with_schema(guide, version.document)
                 compiled = self._compile(offered, backend)
+                self._try(compiled)
             except GuideError as error:
                 errors.append(error)
                 continue
@@ -194,6 +202,23 @@ class Planner:
         compiled = self.engine(backend).compile(guide)
         require_first_token(guide, compiled, self._tokenizer_info)
         return compiled
+
+    def _try(self, compiled: CompiledGuide) -> None:
+        """Writes the first tokens of a text, to see whether the engine's costs allow it.
+
+        Raises:
+            GuideError: over a limit of the engine.
+        """
+        info = self._tokenizer_info
+        stops = frozenset(info.stop_token_ids)
+        matcher = GrammarMatcher(compiled.new_matcher(stops), info.vocab_size, stops)
+        row = allocate_token_bitmask(1, info.vocab_size)
+        for _ in range(TRIAL_TOKENS):
+            matcher.fill_next_token_bitmask(row, 0)
+            legal = np.unpackbits(row.view(np.uint8), bitorder="little")[: info.vocab_size]
+            token = int(np.argmax(legal * self._weights))
+            if not legal[token] * self._weights[token] or not matcher.accept_token(token):
+                return
 
 
 class Trial:

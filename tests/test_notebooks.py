@@ -80,7 +80,7 @@ def check_quickstart(notebook: Any) -> None:
 
     before, after = re.findall(r"[\d,]{6,}", printed(notebook, "cache_bytes"))
     assert before == after
-    assert "backend xgrammar" in printed(notebook, "tokens_per_second")
+    assert "backend llguidance" in printed(notebook, "tokens_per_second")
 
 
 CHECKS = {"quickstart": check_quickstart}

@@ -79,10 +79,13 @@ def leave_out_refused(is_served: Callable[[Any], bool]) -> Step:
         is_served: whether the engine compiles a small schema.
     """
 
-    def is_refused(pattern: str) -> bool:
-        return not is_served({"type": "string", "pattern": pattern})
-
     def step(document: Any, pointer: str, node: dict[str, Any], removal: Removal) -> list[str]:
+        # A pattern may cost too much together with the lengths beside it.
+        lengths = {key: node[key] for key in ("minLength", "maxLength") if key in node}
+
+        def is_refused(pattern: str) -> bool:
+            return not is_served({"type": "string", "pattern": pattern, **lengths})
+
         missing = _leave_out_patterns(pointer, node, removal, is_refused)
         divisor = node.get("multipleOf")
         if divisor is not None and not is_served({"type": "number", "multipleOf": divisor}):

@@ -91,7 +91,7 @@ def test_schema_is_obeyed_in_its_order(served: Served) -> None:
     jsonschema.validate(answer, SCHEMA)
     assert list(answer) == list(SCHEMA["properties"])
     assert completion.choices[0].finish_reason == "stop"
-    assert completion.gkv["backend"] == "xgrammar"
+    assert completion.gkv["backend"] == "llguidance"
 
 
 def test_json_object_takes_a_schema(served: Served) -> None:

@@ -99,7 +99,7 @@ def test_serves_a_real_model_until_sigterm(process: subprocess.Popen[str]) -> No
         for answer in answers:
             assert answer.choices[0].finish_reason == "stop"
             jsonschema.validate(json.loads(answer.choices[0].message.content), PERSON)
-            assert answer.gkv["backend"] == "xgrammar"
+            assert answer.gkv["backend"] == "llguidance"
 
         greedy = client.chat.completions.create(
             model=MODEL,
