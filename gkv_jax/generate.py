@@ -117,6 +117,7 @@ def generate(
     from rich.console import Console
 
     from gkv_jax import CacheSpec, Engine, Sampling
+    from grammar_host.backends import check_backend_name
 
     guide = _guide(
         schema=schema,
@@ -128,6 +129,7 @@ def generate(
         structural_tag=structural_tag,
     )
     guide = _with_options(guide, strict, max_whitespace, reasoning_end)
+    check_backend_name(backend)
     if full and kept:
         raise UserError("--full and --kept exclude each other; a full cache keeps everything")
     policy: Any = "full" if full else "snapkv" if kept else "window"
@@ -246,16 +248,20 @@ def _report(request: "Request") -> None:
 
 def main() -> int:
     """Run the command; the exit code. What cannot be served is one line on standard error."""
-    from grammar_host import GrammarError
+    from grammar_host import GrammarError, GuideError
 
     command = typer.main.get_command(app)
     try:
         command.main(prog_name="python -m gkv_jax.generate", standalone_mode=False)
     except TyperException as error:
         return _fail(2, f"{error.format_message().rstrip('.')}; see --help")
-    except (UserError, GrammarError) as error:
+    except (UserError, GuideError) as error:
         return _fail(2, str(error))
-    except (RuntimeError, OSError) as error:  # on the way: the device, the watchdog, the disk
+    except (
+        GrammarError,
+        RuntimeError,
+        OSError,
+    ) as error:  # on the way: the device, the watchdog, the disk
         return _fail(1, f"{type(error).__name__}: {error}")
     return 0
 

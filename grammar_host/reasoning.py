@@ -29,8 +29,6 @@ MAX_GAP = 4
 _BLANKS = b" \t\n\r"
 _MAX_ROWS = 128
 
-"""Starts a generation, given the stop tokens in force."""
-
 
 def with_reasoning(new_matcher: NewMatcher, tokenizer_info: TokenizerInfo, end: str) -> NewMatcher:
     """Puts free text in front of every matcher that `new_matcher` makes.

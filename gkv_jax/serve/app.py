@@ -34,7 +34,7 @@ from gkv_jax.serve.errors import (
 from gkv_jax.serve.protocol import ChatCompletionRequest
 from gkv_jax.serve.replies import ChatCompletion, Health, Model, ModelList, Reply
 from gkv_jax.serve.settings import Limits
-from grammar_host import GrammarError, GuideError
+from grammar_host import CompileCrashError, GrammarError, GuideError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,12 @@ class _Service:
         try:
             request = self.engine.prepare(asked.chat(), asked.guide(), sampling)
         except GuideError as error:
+            if isinstance(error, CompileCrashError):
+                logger.error("a guide brought its compilation down", exc_info=error)
             name = asked.response_format.name if asked.response_format else None
             raise invalid_guide(error, name) from error
         except GrammarError as error:  # not the guide's fault
+            logger.error("guides cannot be compiled", exc_info=error)
             raise failed_generation(error) from error
         except PromptTooLongError as error:
             code = "context_length_exceeded"

@@ -37,9 +37,15 @@ def checked_regex(pattern: str) -> str:
             ):
                 raise _unsupported(token)
         elif in_class:
+            # Nested classes, and `-`, `&` or `~` twice, are operations elsewhere; a `]` that comes
+            # first is a character elsewhere.
+            if token == "[" or (token in "-&~" and tokens[index + 1 : index + 2] == [token]):
+                raise _unsupported(f"{token} in a class")
             in_class = token != "]"
         elif token == "[":
             in_class = True
+            if "]" in tokens[index + 1 : index + 2] or tokens[index + 1 : index + 3] == ["^", "]"]:
+                raise _unsupported("] at the beginning of a class")
         elif token in "()":
             depth += 1 if token == "(" else -1
         elif token == ".":

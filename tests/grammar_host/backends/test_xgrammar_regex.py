@@ -11,7 +11,10 @@ from tests.grammar_host.common import VOCAB_SIZE, accepts, compiler
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a$b", "a^b", "(^a)b", "(a$)", r"\Aa\Z", r"\Qa\E", r"a\z", r"x\G", r"\Ra", "a|(b|^c)"],
+    [
+        *("a$b", "a^b", "(^a)b", "(a$)", r"\Aa\Z", r"\Qa\E", r"a\z", r"x\G", r"\Ra", "a|(b|^c)"),
+        *("[^].]x", "[]a]", "[[:alpha:]]", "[a-z--b]", "[a&&b]", "[a~~b]"),
+    ],
 )
 def test_what_xgrammar_would_misread_is_refused(pattern):
     with pytest.raises(UnsupportedGuideError, match="llguidance") as info:
