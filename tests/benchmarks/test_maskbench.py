@@ -22,7 +22,7 @@ from grammar_host.backends.base import CompiledGuide
 from grammar_host.backends.scripted import Script, ScriptedBackend, ScriptedMatcher
 from tests.grammar_host.common import tokenize, tokenizer_info
 
-LEAST_FULLY_RIGHT = 590, 610
+LEAST_FULLY_RIGHT = 600, 610
 """Ratchet: so many of so many problems of the data set at `GKV_MASKBENCH`. Only ever raise it."""
 
 STRING, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
