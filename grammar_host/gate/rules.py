@@ -12,7 +12,7 @@ import jsonschema_rs
 
 from grammar_host.schema.reading import UNENFORCED, VALIDATION
 from grammar_host.schema.removal import caller_pointer
-from grammar_host.schema.walk import children, escape, local_pointer, referred, resolve
+from grammar_host.schema.walk import DEFINITIONS, children, escape, local_pointer, referred, resolve
 
 Nodes = tuple[str, ...]
 """JSON pointers of schemas that one value must satisfy."""
@@ -207,7 +207,8 @@ class Rules:
             said.update(schema)
             for path, child in children(schema):
                 keyword = path.split("/")[1]
-                if keyword not in ("allOf", *_ELSEWHERE) or schema.get("patternProperties"):
+                asked = keyword in _ELSEWHERE and "patternProperties" not in schema
+                if not asked and keyword not in ("allOf", *DEFINITIONS):
                     queue.append(child)
         seen: dict[int, Any] = {}
         while queue:
@@ -215,7 +216,11 @@ class Rules:
             if isinstance(schema, dict) and id(schema) not in seen:
                 seen[id(schema)] = schema
                 said.update(schema)
-                queue.extend(child for _, child in children(schema))
+                queue.extend(
+                    child
+                    for path, child in children(schema)
+                    if path.split("/")[1] not in DEFINITIONS
+                )
                 queue.append(referred(self._document, schema))
         return said
 

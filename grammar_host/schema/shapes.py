@@ -85,12 +85,14 @@ def check_extent(document: Any, param: str) -> None:
         GrammarTooComplexError: more than `MAX_DECISIONS` for one value.
     """
     counts: dict[int, int] = {}
+    begun: set[int] = set()  # definitions that nothing uses may lead in circles
     for pointer, start in list(subschemas(document)):
         stack = [(start, False)]
         while stack:
             schema, counted = stack.pop()
-            if id(schema) in counts:
+            if id(schema) in counts or (id(schema) in begun and not counted):
                 continue
+            begun.add(id(schema))
             below = [item for _, item in in_place(schema) if isinstance(item, dict)]
             target = referred(document, schema)
             if isinstance(target, dict):
