@@ -15,8 +15,10 @@ from grammar_host.backends.base import Backend, CompiledGuide
 from grammar_host.bitmask import allocate_token_bitmask
 from grammar_host.errors import (
     EmptyLanguageError,
+    GrammarError,
     GrammarTooComplexError,
     GuideError,
+    UnsupportedGuideError,
 )
 from grammar_host.guide import Guide
 from grammar_host.matcher import GrammarMatcher
@@ -169,7 +171,7 @@ class Planner:
 
         def compiles(document: object) -> bool:
             try:
-                self._try(self._compile(_with_schema(guide, document), backend))
+                self._try(_with_schema(guide, document), backend)
             except GuideError:
                 return False
             return True
@@ -178,8 +180,7 @@ class Planner:
         for version in versions(schema, backend, compiles):
             try:
                 offered = _with_schema(guide, version.document)
-                compiled = self._compile(offered, backend)
-                self._try(compiled)
+                compiled = self._try(offered, backend)
             except GuideError as error:
                 errors.append(error)
                 continue
@@ -203,22 +204,29 @@ class Planner:
         require_first_token(guide, compiled, self._tokenizer_info)
         return compiled
 
-    def _try(self, compiled: CompiledGuide) -> None:
-        """Writes the first tokens of a text, to see whether the engine's costs allow it.
+    def _try(self, guide: Guide, backend: str) -> CompiledGuide:
+        """Compiles a guide and writes the first tokens of a text, to see what that costs.
 
         Raises:
-            GuideError: over a limit of the engine.
+            GuideError: the engine refuses it, at once or while it writes.
         """
+        compiled = self._compile(guide, backend)
         info = self._tokenizer_info
         stops = frozenset(info.stop_token_ids)
         matcher = GrammarMatcher(compiled.new_matcher(stops), info.vocab_size, stops)
         row = allocate_token_bitmask(1, info.vocab_size)
         for _ in range(TRIAL_TOKENS):
-            matcher.fill_next_token_bitmask(row, 0)
+            try:
+                matcher.fill_next_token_bitmask(row, 0)
+            except GuideError:
+                raise
+            except GrammarError as error:  # the engine failed, and would in a generation
+                raise UnsupportedGuideError(guide.param, str(error)) from None
             legal = np.unpackbits(row.view(np.uint8), bitorder="little")[: info.vocab_size]
             token = int(np.argmax(legal * self._weights))
             if not legal[token] * self._weights[token] or not matcher.accept_token(token):
-                return
+                break
+        return compiled
 
 
 class Trial:

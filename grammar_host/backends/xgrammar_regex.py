@@ -11,6 +11,8 @@ _KNOWN_ESCAPES = frozenset("bBcdDfkKnpPrsStvwW0123456789")
 """Letters that XGrammar reads as a class or a character, or refuses itself; others it would read
 as they are, `\\A` as the letter A."""
 
+_ESCAPED = frozenset(".*+?()[]{}|\\^$/-&~ \t\n")
+
 _NOT_NEWLINE = r"[^\n]"
 
 
@@ -36,6 +38,8 @@ def checked_regex(pattern: str) -> str:
                 and token[1] not in _KNOWN_ESCAPES
             ):
                 raise _unsupported(token)
+            if len(token) == 2 and not token[1].isalnum() and token[1] not in _ESCAPED:
+                token = token[1]  # it would say that it does not know the escape
         elif in_class:
             # Nested classes, and `-`, `&` or `~` twice, are operations elsewhere; a `]` that comes
             # first is a character elsewhere.

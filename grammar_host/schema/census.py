@@ -20,7 +20,7 @@ _XGRAMMAR_EXACT = {
     "null": frozenset(),
     "number": frozenset(),
     "object": frozenset({"additionalProperties", "properties", "required"}),
-    "string": frozenset({"maxLength", "minLength"}),
+    "string": frozenset(),  # beside a length it lets control characters pass
 }
 """What XGrammar enforces of a schema with one `type`. Without a type, or beside other rules, most
 keywords mean something else to it."""

@@ -57,7 +57,7 @@ def leave_out_imprecise(
         if keyword in node and _has_rounded(node[keyword]):
             del node[keyword]
             missing.append(f"{pointer}/{keyword}")
-    for keyword in _BOUNDS:
+    for keyword in sorted(BOUNDS):
         if keyword in node and _is_rounded(node, keyword):
             del node[keyword]
             missing.append(f"{pointer}/{keyword}")
@@ -153,7 +153,7 @@ def _leave_out_patterns(
     return missing
 
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 
 
 def _is_rounded(node: dict[str, Any], keyword: str) -> bool:

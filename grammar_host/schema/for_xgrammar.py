@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from grammar_host.schema.for_llguidance import LLGUIDANCE_FORMATS
+from grammar_host.schema.for_llguidance import BOUNDS, LLGUIDANCE_FORMATS
 from grammar_host.schema.removal import Removal
 from grammar_host.schema.weaken import any_for_one
 
@@ -52,6 +52,7 @@ def leave_out_ignored_by_xgrammar(
         ignored |= {"minLength", "maxLength"} & node.keys()
         if node["format"] not in LLGUIDANCE_FORMATS:  # it knows more, but not as they are
             ignored |= {"format"}
+    ignored |= {keyword for keyword in BOUNDS & node.keys() if abs(node[keyword]) >= 2**53}
     # It writes objects and arrays in one way only, without blanks.
     if isinstance(node.get("const"), dict | list):
         ignored |= {"const"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import random
 import re
 import threading
@@ -62,8 +64,12 @@ def require_clean(error: GrammarError) -> None:
         assert message.startswith(f"{error.param}: ")
 
 
-def walk(matcher: GrammarMatcher, rng: random.Random) -> bytes | None:
+def walk(matcher: GrammarMatcher, rng: random.Random, *, ends_with_stop: bool) -> bytes | None:
     """Some legal tokens, each beside an illegal one; then back to the beginning.
+
+    Args:
+        ends_with_stop: whether a stop token may be legal before the text is complete, because a
+            tag ends with it.
 
     Returns:
         The text, if the walk came to an end.
@@ -75,7 +81,8 @@ def walk(matcher: GrammarMatcher, rng: random.Random) -> bytes | None:
         assert not legal or legal[-1] < VOCAB_SIZE
         if not legal or matcher.is_terminated():
             break
-        assert (STOP in legal) == matcher.is_completed()
+        completed = matcher.is_completed()
+        assert completed is (STOP in legal) or (ends_with_stop and not completed)
         illegal = rng.randrange(VOCAB_SIZE)
         if illegal not in legal:
             assert not matcher.accept_token(illegal)
@@ -96,11 +103,21 @@ def choose(legal: list[int], rng: random.Random) -> int:
     return rng.choice(closing if closing and rng.random() < 0.6 else legal)
 
 
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise OverflowError(number)
+    return value
+
+
 def require_valid(guide: Guide, text: bytes) -> None:
     """What is finished is a document that the schema allows."""
     if guide.kind == "json_schema" and guide.reasoning_end is None:
         schema = read_schema(guide.document, strict=guide.strict)
-        assert validator_for(schema.document).is_valid(json.loads(text)), text
+        # JSON can write half a character, and numbers that no float holds.
+        with contextlib.suppress(UnicodeEncodeError, OverflowError):
+            value = json.loads(text, parse_float=_finite)
+            assert validator_for(schema.document).is_valid(value), text
     elif guide.kind == "json" and guide.reasoning_end is None:
         assert isinstance(json.loads(text), dict), text
     elif guide.kind == "choice" and guide.reasoning_end is None:
@@ -112,7 +129,8 @@ def treat(request: Request, backend: str, compiler: GrammarCompiler, rng: random
     try:
         guide = request.build()
         grammar = compiler.submit(guide, backend).result(timeout=HANG_S)
-        text = walk(grammar.matcher(), rng)
+        tag = guide.kind == "structural_tag"
+        text = walk(grammar.matcher(), rng, ends_with_stop=tag)
     except (GuideError, DeadEndError, RefusedTokenError) as error:
         require_clean(error)
         return error.code
