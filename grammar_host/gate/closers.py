@@ -48,6 +48,7 @@ class Closers:
         self._ending = self._row(ends)
         self._quotes = self._row(token for token, text in texts.items() if b'"' in text)
         self._openers = self._row(t for t, text in texts.items() if b"{" in text or b"[" in text)
+        self._commas = self._row(token for token, text in texts.items() if b"," in text)
         self._delimiters = self._row(texts)
         self._all = self._row(token for token, text in enumerate(self.vocabulary) if text)
         self._none = self._row(())
@@ -63,19 +64,25 @@ class Closers:
             in_string: {token: essence(text, in_string=in_string) for token, text in texts.items()}
             for in_string in (False, True)
         }
-        self._tails = {t: essence(texts[t][end - 1 :], in_string=True) for t, end in ends.items()}
+        self._parts = {
+            token: (texts[token][: end - 1], essence(texts[token][end - 1 :], in_string=True))
+            for token, end in ends.items()
+        }
 
     def essence(self, token_id: int, cursor: Cursor) -> bytes:
         """The text of a token without what behind a finished part makes no difference."""
         essences = self._essences[cursor.string_start >= 0]
         return essences.get(token_id, self.vocabulary[token_id])
 
-    def tail(self, token_id: int, cursor: Cursor) -> bytes | None:
-        """What a token does behind the string that it ends; None if that depends on the string."""
+    def parts(self, token_id: int, cursor: Cursor) -> tuple[bytes, bytes] | None:
+        """What a token adds to the string being written, and what it does from its end on.
+
+        None if it does not end the string, or if what it does depends on what the string is.
+        """
         does = self._inside.get(token_id)
         if does is None or (cursor.frame is not None and does.closings >= cursor.frame.closings):
             return None
-        return self._tails[token_id]
+        return self._parts[token_id]
 
     def candidates(self, cursor: Cursor, text: bytes, rules: Rules) -> _Row:
         """int32 [W], read-only: the tokens that may have to be refused behind a text."""
@@ -93,8 +100,11 @@ class Closers:
             keys = self._keys_inside
         else:
             row, keys = self._closing_outside[least], self._keys_outside
-            key_matters = left is not None and (cursor.in_key or not left)
-            if key_matters or (cursor.scalar_start >= 0 and _looks_at_value(frame, rules)):
+            if left is not None and cursor.in_key:
+                row = row | self._quotes
+            elif left == []:
+                row = row | self._commas
+            if cursor.scalar_start >= 0 and _looks_at_value(frame, rules):
                 row = row | self._delimiters
         if rules.limit_keys:
             row = row | keys
@@ -102,16 +112,10 @@ class Closers:
             row = row | self._openers
         return row
 
-    def key_row(self, cursor: Cursor, text: bytes, rules: Rules) -> _Row | None:
-        """int32 [W]: the tokens whose first byte may continue the key being written; None: any."""
-        frame = cursor.frame
-        if frame is None or cursor.string_start < 0 or cursor.escaped or not cursor.in_key:
-            return None
-        begun = text[cursor.string_start :]
-        left = keys_left(frame, begun, rules)
-        if left is None:
-            return None
-        firsts = {b"\\", *(key[len(begun) : len(begun) + 1] for key in left)}
+    def key_row(self, suffixes: Iterable[bytes]) -> _Row:
+        """int32 [W]: the tokens whose first byte may continue a key, given its possible rests."""
+        # Escapes are not followed.
+        firsts = {b"\\", *(suffix[:1] for suffix in suffixes)}
         row: _Row = np.bitwise_or.reduce(
             [self._beginning.get(first, self._none) for first in firsts]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from grammar_host.gate.rules import Nodes, Rules
 
@@ -17,8 +17,7 @@ _NO_BLANK = re.compile(rb"[^ \t\n\r:]")
 _SCALAR_END = re.compile(rb'[ \t\n\r,:"{}\[\]]')
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """An open object or array.
 
     Attributes:
@@ -31,7 +30,7 @@ class Frame:
         is_set: whether no two items of the array may be the same.
         seen: what must not come again: an object's keys, the items of a set; as they are written.
         key: the key of the value being written; None while a key is due, and in arrays.
-        index: an array's item being written.
+        item: number of the item being written in an array.
     """
 
     parent: Frame | None
@@ -43,11 +42,10 @@ class Frame:
     is_set: bool
     seen: frozenset[bytes] = frozenset()
     key: str | None = None
-    index: int = 0
+    item: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """A position behind some text. Immutable, so that going back is taking an old one.
 
     Attributes:
@@ -71,8 +69,7 @@ class Cursor:
         return frame is not None and frame.is_object and frame.key is None
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a text must not go on like this.
 
     Attributes:
@@ -123,7 +120,7 @@ def nodes_of_value(frame: Frame | None, rules: Rules) -> Nodes:
     if frame is None:
         return rules.root
     if not frame.is_object:
-        return rules.child(frame.nodes, frame.index)
+        return rules.child(frame.nodes, frame.item)
     return () if frame.key is None else rules.child(frame.nodes, frame.key)
 
 
@@ -189,7 +186,7 @@ def _between(cursor: Cursor, text: bytes, position: int, rules: Rules) -> _Step:
     if byte == b",":
         if frame.is_object and keys_left(frame, b'"', rules) == []:
             return Refusal(frame.nodes, byte, _NO_KEY)
-        return Cursor(replace(frame, key=None, index=frame.index + 1)), position
+        return Cursor(frame._replace(key=None, item=frame.item + 1)), position
     ended = _end_value(frame.parent, frame.nodes, text, frame.start, position, rules)
     return ended if isinstance(ended, Refusal) else (ended, position)
 
@@ -222,7 +219,7 @@ def _end_key(cursor: Cursor, written: bytes, rules: Rules) -> Cursor | Refusal:
         key = ""
     if not rules.allows_key(frame.nodes, key):
         return Refusal(frame.nodes, written, _NO_KEY)
-    return Cursor(replace(frame, seen=frame.seen | {written}, key=key))
+    return Cursor(frame._replace(seen=frame.seen | {written}, key=key))
 
 
 def _end_value(
@@ -237,5 +234,5 @@ def _end_value(
     if frame.is_set:
         if written in frame.seen:
             return Refusal(frame.nodes, text[frame.start : end] + b"]")
-        frame = replace(frame, seen=frame.seen | {written})
+        frame = frame._replace(seen=frame.seen | {written})
     return Cursor(frame)

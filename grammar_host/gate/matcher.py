@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ from numpy.typing import NDArray
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
 from grammar_host.gate.closers import Closers, withdraw
-from grammar_host.gate.cursor import START, Cursor, Frame, Refusal, follow, nodes_of_value
+from grammar_host.gate.cursor import (
+    START,
+    Cursor,
+    Frame,
+    Refusal,
+    follow,
+    keys_left,
+    nodes_of_value,
+)
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -75,26 +84,12 @@ class GatedMatcher(EngineMatcher):
             self._refusal = Refusal(self._rules.root, self._text)
         if cursor.closed:
             return
-        verdicts: dict[bytes, bool] = {}
-        tails = self._tails_in(cursor)
-
-        def refuses(token_id: int) -> bool:
-            if token_id in self._stop_token_ids:
-                return False
-            memory, data = verdicts, self._closers.essence(token_id, cursor)
-            if tails is not None:
-                tail = self._closers.tail(token_id, cursor)
-                memory, data = (memory, data) if tail is None else (tails, tail)
-            if data not in memory:
-                outcome = self._follow(data)
-                memory[data] = isinstance(outcome, Refusal)
-                if isinstance(outcome, Refusal):
-                    self._refusal = self._refusal or outcome
-            return memory[data]
-
-        possible = self._closers.key_row(cursor, self._text, self._rules)
-        if possible is not None:
-            row &= possible
+        suffixes = self._key_suffixes(cursor)
+        if suffixes is None:
+            refuses = self._refuses(cursor)
+        else:
+            row &= self._closers.key_row(suffixes)
+            refuses = self._refuses_in_key(cursor, suffixes)
         withdraw(row, self._closers.candidates(cursor, self._text, self._rules), refuses)
 
     def is_terminated(self) -> bool:
@@ -126,12 +121,69 @@ class GatedMatcher(EngineMatcher):
         copy._history = list(self._history)
         return copy
 
+    def _refuses(self, cursor: Cursor) -> Callable[[int], bool]:
+        """Whether a token must not come next; asks once for what makes no difference."""
+        closers, verdicts, strings = self._closers, dict[bytes, bool](), dict[bytes, bool]()
+        tails = self._tails_in(cursor)
+        nodes = nodes_of_value(cursor.frame, self._rules)
+
+        def refuses(token_id: int) -> bool:
+            if token_id in self._stop_token_ids:
+                return False
+            parts = None if tails is None else closers.parts(token_id, cursor)
+            if tails is None or parts is None:
+                data = closers.essence(token_id, cursor)
+                if data not in verdicts:
+                    verdicts[data] = self._is_refused(self._follow(data))
+                return verdicts[data]
+            end, tail = parts
+            if end not in strings:
+                written = self._text[cursor.string_start :] + end + b'"'
+                valid = not self._rules.matters(nodes) or self._rules.permit(nodes, written)
+                strings[end] = not valid and self._is_refused(Refusal(nodes, written))
+            if tail not in tails:
+                text = self._text + tail
+                behind = Cursor(cursor.frame, closed=cursor.frame is None)
+                outcome = follow(behind, text, len(self._text) + 1, self._rules)
+                tails[tail] = self._is_refused(outcome)
+            return strings[end] or tails[tail]
+
+        return refuses
+
+    def _refuses_in_key(self, cursor: Cursor, suffixes: list[bytes]) -> Callable[[int], bool]:
+        """The same where the key being written is known to go on in one of a few ways."""
+        otherwise = self._refuses(cursor)
+        beginnings = {suffix[:size] for suffix in suffixes for size in range(1, len(suffix))}
+
+        def refuses(token_id: int) -> bool:
+            text = self._closers.vocabulary[token_id]
+            if b'"' in text or b"\\" in text:
+                return otherwise(token_id)
+            return text not in beginnings and token_id not in self._stop_token_ids
+
+        return refuses
+
+    def _is_refused(self, outcome: Cursor | Refusal) -> bool:
+        if isinstance(outcome, Refusal):
+            self._refusal = self._refusal or outcome
+            return True
+        return False
+
+    def _key_suffixes(self, cursor: Cursor) -> list[bytes] | None:
+        """How the key being written may go on, where the object's keys are known."""
+        frame = cursor.frame
+        if frame is None or cursor.string_start < 0 or cursor.escaped or not cursor.in_key:
+            return None
+        begun = self._text[cursor.string_start :]
+        left = keys_left(frame, begun, self._rules)
+        return None if left is None else [key[len(begun) :] for key in left]
+
     def _tails_in(self, cursor: Cursor) -> dict[bytes, bool] | None:
-        """What is refused behind the string being written, whatever it says; None if it matters."""
-        frame, rules = cursor.frame, self._rules
+        """What is refused behind the string being written, whatever it says; None for keys."""
+        frame = cursor.frame
         if cursor.string_start < 0 or cursor.escaped or cursor.in_key:
             return None
-        if (frame is not None and frame.is_set) or rules.matters(nodes_of_value(frame, rules)):
+        if frame is not None and frame.is_set:
             return None
         if self._string is None or (cursor.string_start, frame) != self._string:
             self._string, self._tails = (cursor.string_start, frame), {}
