@@ -6,6 +6,7 @@ about it; here they get the order back in which the caller's schema mentions the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -42,6 +43,13 @@ def restore_property_order(canonical: Any, original: Any) -> tuple[Any, bool]:
     return restoration.run(), restoration.is_complete
 
 
+@dataclass
+class _InTurn:
+    """A schema whose parts have been looked at."""
+
+    schema: dict[str, Any]
+
+
 class _Restoration:
     def __init__(self, canonical: Any, original: Any) -> None:
         self._canonical = canonical
@@ -72,16 +80,27 @@ class _Restoration:
         """The schemas and everything that applies to the same instance, in document order."""
         closure: list[dict[str, Any]] = []
         seen: set[int] = set()
-        queue = [*schemas]
+        queue: list[Any] = [*schemas]
         while queue:
             schema = queue.pop(0)
-            if not isinstance(schema, dict) or id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            closure.append(schema)
-            nested = [item for _, item in in_place(schema)]
-            queue = [*nested, referred(self._original, schema), *queue]
+            if isinstance(schema, _InTurn):
+                closure.append(schema.schema)
+            elif isinstance(schema, dict) and id(schema) not in seen:
+                seen.add(id(schema))
+                queue = [*self._parts_in_order(schema), *queue]
         return closure
+
+    def _parts_in_order(self, schema: dict[str, Any]) -> list[Any]:
+        """The schema between the parts that stand before and behind its own properties."""
+        parts: list[Any] = []
+        for keyword, value in schema.items():
+            if keyword == "properties":
+                parts.append(_InTurn(schema))
+            elif keyword == "$ref":
+                parts.append(referred(self._original, schema))
+            else:
+                parts.extend(item for _, item in in_place({keyword: value}))
+        return parts if "properties" in schema else [_InTurn(schema), *parts]
 
     def _schema(self, node: Any, sources: list[dict[str, Any]]) -> Any:
         if not isinstance(node, dict):
