@@ -17,6 +17,7 @@ WORD = {"type": "string"}
 MEANINGS = [
     (20, {"$ref": "#/$defs/a~1b", "$defs": {"a/b": NULL}}, [None], [1]),
     (20, {"$ref": "#/$defs/a~0b", "$defs": {"a~b": NULL}}, [None], [1]),
+    (20, {"$ref": "#/$defs/a~01b", "$defs": {"a~1b": NULL, "a/b": WORD}}, [None], ["text"]),
     (20, {"$ref": "#/$defs/a%25b", "$defs": {"a%b": NULL}}, [None], [1]),
     (20, {"$ref": "#/$defs/caf%C3%A9", "$defs": {"café": NULL}}, [None], [1]),
     (20, {"$ref": "#/$defs/a%20%22b", "$defs": {'a "b': NULL}}, [None], [1]),
@@ -38,6 +39,17 @@ MEANINGS = [
         },
         [{"a": None}, {"b": {"a": None}}],
         [{"a": 1}, {"b": {"a": 1}}],
+    ),
+    # ... also where the reference stands beside an identifier that does not count.
+    (
+        7,
+        {
+            "$id": "http://example.org/root.json",
+            "properties": {"a": {"$id": "http://other.org/", "$ref": "item.json"}},
+            "definitions": {"x": {"$id": "item.json", **NULL}},
+        },
+        [{"a": None}],
+        [{"a": 1}],
     ),
     # A pointer counts from the resource that it stands in.
     (
