@@ -10,7 +10,7 @@ from gkv_jax import CacheSpec
 from gkv_jax.cache import init_cache
 from gkv_jax.decode import StepInputs, device_loop, forward
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.sampling import SamplingRows
+from gkv_jax.sampling import greedy_rows
 
 
 def cache_bytes_at(
@@ -45,7 +45,7 @@ def loop_memory(model: Decoder, params: Params, spec: CacheSpec, batch: int) -> 
         cache,
         np.zeros((batch, spec.queries + 3), np.int32),
         np.zeros(batch, np.int32),
-        SamplingRows.greedy(batch),
+        greedy_rows(batch),
         np.int32(0),
         model=model,
         spec=spec,

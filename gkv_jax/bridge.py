@@ -173,7 +173,8 @@ class Session:
         """Take a step's tokens and return the next inputs. Never raises.
 
         Args:
-          sampled: int32 ``[B, N+1]``: N sampled tokens and how many of them count.
+          sampled: int32 ``[B, N+2]``: N sampled tokens, how many of them count, and how many rows of
+            the LM head were read for them.
 
         Returns:
           int32 ``[B, N+3]``: N input tokens, the number of drafts among them, whether the row is
@@ -182,7 +183,9 @@ class Session:
         for slot, row in enumerate(self._rows):
             if row is not None:
                 try:
-                    self._advance(slot, row, sampled[slot, : sampled[slot, -1]].tolist())
+                    *tokens, count, head_rows = sampled[slot].tolist()
+                    row.request.head_rows += head_rows
+                    self._advance(slot, row, tokens[:count])
                 except BaseException as error:  # one row's trouble (even a panic) is its alone
                     self._finish(slot, row, error=_as_exception(error))
         return self._answer(go=self.any_active and not self._wants_pause())
@@ -287,9 +290,9 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def submit(handle: jax.Array, sampled: jax.Array) -> jax.Array:
-    """``Session.submit`` from inside a compiled program: ``[B,N+1]`` to ``[B,N+3]``, int32."""
+    """``Session.submit`` from inside a compiled program: ``[B,N+2]`` to ``[B,N+3]``, int32."""
     batch, width = sampled.shape
-    out = jax.ShapeDtypeStruct((batch, width + 2), jnp.int32)
+    out = jax.ShapeDtypeStruct((batch, width + 1), jnp.int32)
     return io_callback(_submit, out, handle, sampled)
 
 

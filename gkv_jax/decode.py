@@ -3,7 +3,7 @@
     while any row is active:
         hidden  = forward(tokens)                    the last accepted token and drafts, N per row
         masks   = collect()                          filled by the host meanwhile
-        sampled = sample(head(hidden) under masks)   the output, whatever the drafts were
+        sampled = masked_head(hidden, masks)         the output, whatever the drafts were
         n_new   = 1 + drafts that equal it           and so many positions are kept
         tokens  = submit(sampled, n_new)             the host accepts, stops, streams, proposes
 
@@ -21,8 +21,9 @@ import numpy as np
 from gkv_jax import bridge
 from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, SnapKVAttend, StepAttend
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.sampling import SamplingRows, sample
-from pallas_kernels.bitmask import Implementation, apply_token_bitmask
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.masked_head import masked_head
+from pallas_kernels.masked_sample import Rows
 
 
 @functools.partial(
@@ -64,14 +65,18 @@ class StepInputs:
         """True positions of the tokens, int32 ``[B,N]``."""
         return self.next_pos[:, None] + jnp.arange(self.tokens.shape[1])[None, :]
 
+    @property
+    def real(self) -> jax.Array:
+        """Which tokens exist, bool ``[B,N]``: not those of idle rows and of unused draft places."""
+        place = jnp.arange(self.tokens.shape[1])[None, :]
+        return self.active[:, None] & (place <= self.n_drafts[:, None])
+
 
 def forward(
     params: Params, cache: Cache, inputs: StepInputs, *, model: Decoder, spec: CacheSpec
 ) -> tuple[jax.Array, Cache]:
     """Hidden states ``[B,N,Dm]`` of a step, and the cache with its tokens."""
-    offsets = jnp.arange(spec.queries)[None, :]
-    real = inputs.active[:, None] & (offsets <= inputs.n_drafts[:, None])
-    attend = StepAttend(spec, model.rope, cache, inputs.positions, real)
+    attend = StepAttend(spec, model.rope, cache, inputs.positions, inputs.real)
     hidden = model.hidden(params, inputs.tokens, attend)
     return hidden, attend.cache
 
@@ -81,25 +86,33 @@ def choose(
     hidden: jax.Array,
     inputs: StepInputs,
     masks: jax.Array,
-    sampling: SamplingRows,
+    sampling: Rows,
     *,
     model: Decoder,
     kernel: Implementation | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample under the masks (as ``collect`` returns them) and verify the drafts.
 
-    Returns ``[B,N+1]`` int32 for ``submit`` (N sampled tokens and how many count) and the next
-    positions, int32 ``[B]``.
+    Returns ``[B,N+2]`` int32 for ``submit`` (N sampled tokens, how many count, and how many rows of
+    the LM head were read) and the next positions, int32 ``[B]``.
     """
-    logits = apply_token_bitmask(
-        model.logits(params, hidden), masks[..., :-1], masks[..., -1], implementation=kernel
+    # Nothing is legal where there is no token, so that an idle row asks for no part of the head.
+    sampled, rows_read = masked_head(
+        hidden,
+        model.head(params),
+        jnp.where(inputs.real[..., None], masks[..., :-1], 0),
+        jnp.where(inputs.real, masks[..., -1], 1),
+        inputs.positions,
+        sampling,
+        implementation=kernel,
     )
-    sampled = sample(logits, sampling, inputs.positions)
     place = jnp.arange(sampled.shape[1] - 1)[None, :]
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & (place < inputs.n_drafts[:, None])
     n_new = 1 + jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
     n_new = jnp.where(inputs.active, n_new, 0)
-    return jnp.concatenate([sampled, n_new[:, None]], axis=1), inputs.next_pos + n_new
+    rows_read = jnp.broadcast_to(rows_read, n_new.shape)
+    answer = jnp.concatenate([sampled, n_new[:, None], rows_read[:, None]], axis=1)
+    return answer, inputs.next_pos + n_new
 
 
 @functools.partial(jax.jit, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
@@ -108,7 +121,7 @@ def device_loop(
     cache: Cache,
     answer: jax.Array,
     next_pos: jax.Array,
-    sampling: SamplingRows,
+    sampling: Rows,
     handle: jax.Array,
     *,
     model: Decoder,
@@ -124,7 +137,8 @@ def device_loop(
       next_pos: int32 ``[B]``.
       sampling: parameters of each row.
       handle: int32 scalar, the session that ``submit`` and ``collect`` talk to.
-      model: static. spec: static. kernel: static, see ``apply_token_bitmask``.
+      model: static. spec: static. kernel: static; the implementation of all kernels, see
+        ``pallas_kernels.dispatch``.
     """
 
     def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
@@ -149,7 +163,7 @@ def host_loop(
     params: Params,
     cache: Cache,
     session: "bridge.Session",
-    sampling: SamplingRows,
+    sampling: Rows,
     *,
     model: Decoder,
     spec: CacheSpec,

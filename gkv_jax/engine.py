@@ -19,7 +19,7 @@ from gkv_jax.drafts import DraftSource
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.request import Request, RequestCancelled, Result, Stream
-from gkv_jax.sampling import Sampling, SamplingRows
+from gkv_jax.sampling import Sampling, greedy_rows, set_row
 from gkv_jax.text import TextStream
 from grammar_host import GrammarCompiler, GrammarError, Guide, TokenizerInfo
 from grammar_host.backends import check_backend_name
@@ -91,7 +91,7 @@ class Engine:
         self._cache_bytes = self._cache.nbytes
         self._inbox = _Inbox()
         self._session = self._new_session()
-        self._sampling = SamplingRows.greedy(slots)
+        self._sampling = greedy_rows(slots)
         # The thread holds the engine only while there is work, so that an engine nobody uses any
         # more is freed with its weights; the finaliser also runs when the interpreter ends.
         self._thread = threading.Thread(
@@ -281,6 +281,7 @@ class Engine:
             grammar=None if guide is None else self.compiler.compile(guide, backend),
             drafts=drafts,
             cache_bytes=self._cache_bytes,
+            vocab_size=self.model.vocab_size,
         )
 
     def submit(self, request: Request) -> None:
@@ -468,7 +469,7 @@ class Engine:
             request.admitted = time.perf_counter()
             try:
                 self._prefill(slot, request)
-                self._sampling.set_row(slot, request.sampling)
+                set_row(self._sampling, slot, request.sampling)
                 self._session.admit(slot, request)
             except Exception as error:  # of this request alone, unless it took the cache with it
                 request.finish("error", error)

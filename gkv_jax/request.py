@@ -37,7 +37,8 @@ class Result:
       finish_reason: ``stop`` (stop token or text), ``length`` (max_tokens or a full cache) or
         ``error``.
       error: why, where ``finish_reason`` is ``error``; what was generated before it is kept.
-      stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``queue_seconds`` (waiting for a slot),
+      stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``head_fraction`` (of the LM head that a
+        forward read, on average, for the whole batch), ``queue_seconds`` (waiting for a slot),
         ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
         ``drafts_proposed``, ``drafts_accepted``, ``grammar_us_per_token`` (host time to fill masks),
         ``compile_ms`` (grammar, the trial in a worker process included), ``cache_bytes`` (of the
@@ -71,6 +72,9 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     forwards: int = 0
+    head_rows: int = 0
+    """Rows of the LM head read in all forwards."""
+    vocab_size: int = 0
     drafts_proposed: int = 0
     drafts_accepted: int = 0
     fill_seconds: float = 0.0
@@ -155,6 +159,7 @@ class Request:
             "prompt_tokens": len(self.prompt),
             "tokens": count,
             "forwards": self.forwards,
+            "head_fraction": self.head_rows / max(self.forwards * self.vocab_size, 1),
             "queue_seconds": began - self.submitted if self.submitted else 0.0,
             "seconds": seconds,
             "tokens_per_second": count / seconds if seconds > 0 else 0.0,

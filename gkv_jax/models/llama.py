@@ -67,9 +67,14 @@ class Llama:
                 x = x + self._mlp(layer, self._norm(x, layer["mlp_norm"]))
         return self._norm(x, params["norm"])
 
+    def head(self, params: Params) -> jax.Array:
+        """The LM head ``[V,Dm]``."""
+        head: jax.Array = params["embed" if self.config.tie_word_embeddings else "head"]
+        return head
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Hidden states ``[..., Dm]`` to float32 logits ``[..., V]``."""
-        head = params["embed" if self.config.tie_word_embeddings else "head"]
+        head = self.head(params)
         return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
 
     def _attention(self, layer: Params, index: int, x: jax.Array, attend: Attend) -> jax.Array:

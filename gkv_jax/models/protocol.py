@@ -42,6 +42,10 @@ class Decoder(Protocol):
         """Tokens ``[B,N]`` int32 to final hidden states ``[B,N,Dm]``, normalised."""
         ...
 
+    def head(self, params: Params) -> jax.Array:
+        """The LM head ``[V,Dm]``: the embedding, where the two are tied."""
+        ...
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Hidden states ``[..., Dm]`` to float32 logits ``[..., V]``."""
         ...

@@ -12,7 +12,7 @@ from gkv_jax.cache import Cache, CacheSpec, init_cache
 from gkv_jax.decode import device_loop, prefill_chunk
 from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
-from gkv_jax.sampling import SamplingRows
+from gkv_jax.sampling import greedy_rows
 from gkv_jax.weights.parameters import parameters
 from tests.aot.hlo import Instruction, Program
 from tests.aot.topology import GENERATIONS, Generation, compile_for
@@ -53,7 +53,7 @@ def shapes(spec: CacheSpec, batch: int) -> tuple[Any, Cache, Any, Any, Any, Any]
     cache = jax.eval_shape(lambda: init_cache(spec, MODEL, batch, jnp.bfloat16))
     answer = jax.ShapeDtypeStruct((batch, spec.queries + 3), jnp.int32)
     rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    sampling = SamplingRows.greedy(batch)
+    sampling = greedy_rows(batch)
     return params, cache, answer, rows, sampling, jax.ShapeDtypeStruct((), jnp.int32)
 
 

@@ -1,0 +1,81 @@
+"""Which implementation of a kernel runs: decided from platform, device, dtypes and shapes while tracing.
+
+Every kernel is a package with one module per implementation: `xla` (plain `jax.numpy`, for every
+platform, and what the others are tested against), `mosaic_tpu` and `triton`. A module says what it
+takes by two functions: `supports_device(device)`, and `unsupported(...)` with the kernel's own
+operands, which returns a reason or None. The choice costs nothing at run time.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Literal, get_args
+
+import jax
+
+Implementation = Literal["xla", "mosaic_tpu", "triton"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+# What to try on a platform, best first. XLA takes everything and closes every list.
+_PREFERENCE: dict[str, tuple[Implementation, ...]] = {
+    "tpu": ("mosaic_tpu",),
+    "gpu": ("triton",),
+}
+_log = logging.getLogger(__name__)
+
+
+def choose(
+    kernel: str,
+    implementation: Implementation | None,
+    reason_against: Callable[[ModuleType], str | None],
+) -> ModuleType:
+    """The module of `pallas_kernels.<kernel>` that runs.
+
+    Args:
+      kernel: the kernel's package.
+      implementation: the caller's wish; None picks by `jax.devices()[0]` and falls back to XLA,
+        saying so once (log level INFO).
+      reason_against: why a module cannot take these operands; None if it can.
+
+    Raises:
+      ValueError: `implementation` is no known name, or it does not take these operands.
+    """
+    if implementation is None:
+        return _best(kernel, reason_against)
+    if implementation not in IMPLEMENTATIONS:
+        names = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation: must be one of {names} or None, got {implementation!r}")
+    module = load(kernel, implementation)
+    if reason := reason_against(module):
+        raise ValueError(f"implementation: {implementation!r} does not take {reason}")
+    return module
+
+
+def _best(kernel: str, reason_against: Callable[[ModuleType], str | None]) -> ModuleType:
+    device = jax.devices()[0]
+    for name in _PREFERENCE.get(device.platform, ()):
+        try:
+            module = load(kernel, name)
+        except ImportError as error:  # a jaxlib without this Pallas backend, or one that dropped it
+            _say_once(kernel, name, f"cannot be imported ({error})")
+            continue
+        if not module.supports_device(device):
+            _say_once(kernel, name, f"does not run on {device.device_kind}")
+        elif reason := reason_against(module):
+            _say_once(kernel, name, f"does not take {reason}")
+        else:
+            return module
+    return load(kernel, "xla")
+
+
+@functools.cache
+def load(kernel: str, implementation: Implementation) -> ModuleType:
+    """The module. Imported on first use: Pallas takes longer to import than all else here."""
+    return importlib.import_module(f"pallas_kernels.{kernel}.{implementation}")
+
+
+@functools.cache
+def _say_once(kernel: str, implementation: str, why: str) -> None:
+    _log.info("%s: %s %s; plain XLA runs instead", kernel, implementation, why)

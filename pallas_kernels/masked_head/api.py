@@ -1,0 +1,73 @@
+"""Checks the operands of `masked_head` and picks the implementation that runs it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.masked_sample.api import check_sampling
+from pallas_kernels.masked_sample.rows import Rows
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class HeadSample(NamedTuple):
+    """What `masked_head` returns.
+
+    Attributes:
+      tokens: int32 `[B,N]`; 0 where a row has no legal token.
+      rows_read: int32 scalar, how many of the head's V rows were read.
+    """
+
+    tokens: jax.Array
+    rows_read: jax.Array
+
+
+def masked_head(
+    hidden: jax.Array,
+    head: jax.Array,
+    bitmask: jax.Array,
+    enabled: jax.Array,
+    positions: jax.Array,
+    rows: Rows,
+    *,
+    implementation: Implementation | None = None,
+) -> HeadSample:
+    """`masked_sample` of the logits `hidden @ head.T`, without computing what no row may sample.
+
+    The vocabulary is cut into tiles. A tile in which no row of the batch has a legal token is neither
+    multiplied nor read, and the logits of the others are sampled where they are computed, so that no
+    array of logits exists. One unconstrained row needs all tiles; so do rows inside a JSON string,
+    where nearly every token is legal. Rows with top-k, top-p or min-p need their thresholds first:
+    while there is one, the logits are computed and kept.
+
+    Args:
+      hidden: final hidden states `[B,N,Dm]`: float32, bfloat16 or float16.
+      head: `[V,Dm]` of the same dtype; the embedding, where it is tied.
+      bitmask, enabled, positions, rows, implementation: as in `pallas_kernels.masked_sample`.
+
+    Raises:
+      ValueError: an operand has a wrong dtype or shape, `implementation` is no known name, or the
+        one named does not take these operands. The message begins with the argument's name.
+    """
+    if hidden.dtype not in _DTYPES or hidden.shape[:-1] != positions.shape:
+        raise ValueError(
+            f"hidden: must be float [B,N,Dm] with B, N = {list(positions.shape)} as in positions, "
+            f"got {hidden.dtype} {list(hidden.shape)}"
+        )
+    if head.dtype != hidden.dtype or head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"head: must be {hidden.dtype} [V,{hidden.shape[-1]}], got {head.dtype} {list(head.shape)}"
+        )
+    check_sampling(bitmask, enabled, positions, rows, head.shape[0])
+    module = dispatch.choose(
+        "masked_head",
+        implementation,
+        lambda module: module.unsupported(head.dtype, hidden.shape, head.shape[0]),
+    )
+    sample: HeadSample = HeadSample(
+        *module.masked_head(hidden, head, bitmask, enabled, positions, rows)
+    )
+    return sample
