@@ -136,6 +136,11 @@ class Session:
         """Whether a step would do anything."""
         return any(row is not None for row in self._rows)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether some request does."""
+        return any(row.request.sampling.logprobs is not None for row in self._rows if row)
+
     def admit(self, slot: int, request: Request) -> None:
         """Seat a request whose prompt, but for the last token, is in the cache's row ``slot``.
 
@@ -174,18 +179,20 @@ class Session:
 
         Args:
           sampled: int32 ``[B, N+2]``: N sampled tokens, how many of them count, and how many rows of
-            the LM head were read for them.
+            the LM head were read for them; log-probabilities may follow (``decode.top_logprobs``).
 
         Returns:
           int32 ``[B, N+3]``: N input tokens, the number of drafts among them, whether the row is
           active, and (the same in all rows) whether the loop goes on.
         """
+        n = self._spec.queries
         for slot, row in enumerate(self._rows):
             if row is not None:
                 try:
-                    *tokens, count, head_rows = sampled[slot].tolist()
-                    row.request.head_rows += head_rows
-                    self._advance(slot, row, tokens[:count])
+                    count = int(sampled[slot, n])
+                    row.request.head_rows += int(sampled[slot, n + 1])
+                    logprobs = sampled[slot, n + 2 :].reshape(n, -1)[:count]
+                    self._advance(slot, row, sampled[slot, :count].tolist(), logprobs)
                 except BaseException as error:  # one row's trouble (even a panic) is its alone
                     self._finish(slot, row, error=_as_exception(error))
         return self._answer(go=self.any_active and not self._wants_pause())
@@ -212,8 +219,8 @@ class Session:
 
     # Helpers ------------------------------------------------------------------------------------
 
-    def _advance(self, slot: int, row: _Row, sampled: list[int]) -> None:
-        """Account for what the device says a row produced."""
+    def _advance(self, slot: int, row: _Row, sampled: list[int], logprobs: np.ndarray) -> None:
+        """Account for what the device says a row produced; ``logprobs`` has a line for each token."""
         request = row.request
         request.forwards += 1
         request.drafts_proposed += len(row.tokens) - 1
@@ -228,7 +235,7 @@ class Session:
         accepted = self._batch.advance(slot, emitted)
         request.fill_seconds = self._batch.counters(slot).fill_seconds
         counted = [t for t in emitted[:accepted] if t not in request.stop_token_ids]
-        request.emit(counted, texts[: len(counted)])
+        request.emit(counted, texts[: len(counted)], logprobs)
         failure = self._batch.failure(slot)
         if failure is not None:
             raise failure
@@ -289,10 +296,9 @@ def _as_exception(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
-def submit(handle: jax.Array, sampled: jax.Array) -> jax.Array:
-    """``Session.submit`` from inside a compiled program: ``[B,N+2]`` to ``[B,N+3]``, int32."""
-    batch, width = sampled.shape
-    out = jax.ShapeDtypeStruct((batch, width + 1), jnp.int32)
+def submit(handle: jax.Array, sampled: jax.Array, n: int) -> jax.Array:
+    """``Session.submit`` of ``n`` queries inside a compiled program: to ``[B,N+3]``, int32."""
+    out = jax.ShapeDtypeStruct((sampled.shape[0], n + 3), jnp.int32)
     return io_callback(_submit, out, handle, sampled)
 
 

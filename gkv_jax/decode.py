@@ -13,6 +13,7 @@ noise keyed by seed and position, the output is the same with drafts and without
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,15 @@ import numpy as np
 from gkv_jax import bridge
 from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, SnapKVAttend, StepAttend
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.sampling import MAX_LOGPROBS
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.masked_head import masked_head
-from pallas_kernels.masked_sample import Rows
+from pallas_kernels.masked_sample import Rows, masked_sample
+
+Head = Literal["masked", "full", "logprobs"]
+"""How a step reads the LM head: ``masked`` only where some row has a legal token; ``full`` whole, so
+that a row's logits have the same bits whatever its neighbours may sample; ``logprobs`` whole, too,
+and reports the most likely tokens (see ``top_logprobs``)."""
 
 
 @functools.partial(
@@ -90,32 +97,63 @@ def choose(
     *,
     model: Decoder,
     kernel: Implementation | None,
+    head: Head,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample under the masks (as ``collect`` returns them) and verify the drafts.
 
     Returns ``[B,N+2]`` int32 for ``submit`` (N sampled tokens, how many count, and how many rows of
-    the LM head were read) and the next positions, int32 ``[B]``.
+    the LM head were read; with ``logprobs``, what ``top_logprobs`` gives follows) and the next
+    positions, int32 ``[B]``.
     """
     # Nothing is legal where there is no token, so that an idle row asks for no part of the head.
-    sampled, rows_read = masked_head(
-        hidden,
-        model.head(params),
-        jnp.where(inputs.real[..., None], masks[..., :-1], 0),
-        jnp.where(inputs.real, masks[..., -1], 1),
-        inputs.positions,
-        sampling,
-        implementation=kernel,
-    )
+    words = jnp.where(inputs.real[..., None], masks[..., :-1], 0)
+    enabled = jnp.where(inputs.real, masks[..., -1], 1)
+    extra = []
+    if head == "masked":
+        sampled, rows_read = masked_head(
+            hidden,
+            model.head(params),
+            words,
+            enabled,
+            inputs.positions,
+            sampling,
+            implementation=kernel,
+        )
+    else:
+        logits = model.logits(params, hidden)
+        sampled = masked_sample(
+            logits, words, enabled, inputs.positions, sampling, implementation=kernel
+        )
+        rows_read = jnp.int32(model.vocab_size)
+        if head == "logprobs":
+            extra = [top_logprobs(logits, sampled).reshape(sampled.shape[0], -1)]
     place = jnp.arange(sampled.shape[1] - 1)[None, :]
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & (place < inputs.n_drafts[:, None])
     n_new = 1 + jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
     n_new = jnp.where(inputs.active, n_new, 0)
     rows_read = jnp.broadcast_to(rows_read, n_new.shape)
-    answer = jnp.concatenate([sampled, n_new[:, None], rows_read[:, None]], axis=1)
+    answer = jnp.concatenate([sampled, n_new[:, None], rows_read[:, None], *extra], axis=1)
     return answer, inputs.next_pos + n_new
 
 
-@functools.partial(jax.jit, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
+def top_logprobs(logits: jax.Array, sampled: jax.Array) -> jax.Array:
+    """Log-probabilities by the model itself, before grammar, temperature and filters.
+
+    ``logits`` float32 ``[B,N,V]``, ``sampled`` int32 ``[B,N]``. Returns int32 ``[B,N,1+2k]`` with
+    ``k = min(V, MAX_LOGPROBS)``, to travel in the array of the tokens: the bits of the sampled
+    token's and of the k highest, falling, then the ids of these k.
+    """
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(logits, sampled[..., None], axis=-1)
+    highest, tokens = jax.lax.top_k(logits, min(logits.shape[-1], MAX_LOGPROBS))
+    values = jnp.concatenate([own, highest], axis=-1) - total
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.concatenate([bits, tokens.astype(jnp.int32)], axis=-1)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "spec", "kernel", "head"), donate_argnames=("cache",)
+)
 def device_loop(
     params: Params,
     cache: Cache,
@@ -127,6 +165,7 @@ def device_loop(
     model: Decoder,
     spec: CacheSpec,
     kernel: Implementation | None = None,
+    head: Head = "masked",
 ) -> Cache:
     """Decode until the host says stop, without leaving the device.
 
@@ -138,7 +177,7 @@ def device_loop(
       sampling: parameters of each row.
       handle: int32 scalar, the session that ``submit`` and ``collect`` talk to.
       model: static. spec: static. kernel: static; the implementation of all kernels, see
-        ``pallas_kernels.dispatch``.
+        ``pallas_kernels.dispatch``. head: static.
     """
 
     def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
@@ -146,9 +185,9 @@ def device_loop(
         hidden, cache = forward(params, cache, inputs, model=model, spec=spec)
         masks = bridge.collect(handle, hidden, model.vocab_size)
         sampled, next_pos = choose(
-            params, hidden, inputs, masks, sampling, model=model, kernel=kernel
+            params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head=head
         )
-        return cache, StepInputs.unpack(bridge.submit(handle, sampled), next_pos)
+        return cache, StepInputs.unpack(bridge.submit(handle, sampled, spec.queries), next_pos)
 
     first = StepInputs.unpack(answer, next_pos)
     cache, _ = jax.lax.while_loop(lambda carry: carry[1].go, body, (cache, first))
@@ -156,7 +195,7 @@ def device_loop(
 
 
 _forward = jax.jit(forward, static_argnames=("model", "spec"), donate_argnames=("cache",))
-_choose = jax.jit(choose, static_argnames=("model", "kernel"))
+_choose = jax.jit(choose, static_argnames=("model", "kernel", "head"))
 
 
 def host_loop(
@@ -168,6 +207,7 @@ def host_loop(
     model: Decoder,
     spec: CacheSpec,
     kernel: Implementation | None = None,
+    head: Head = "masked",
 ) -> Cache:
     """The same steps driven from Python: for runtimes without callbacks, and as a cross-check.
 
@@ -178,7 +218,14 @@ def host_loop(
         inputs = _unpack(answer, next_pos)
         hidden, cache = _forward(params, cache, inputs, model=model, spec=spec)
         sampled, next_pos = _choose(
-            params, hidden, inputs, session.collect(), sampling, model=model, kernel=kernel
+            params,
+            hidden,
+            inputs,
+            session.collect(),
+            sampling,
+            model=model,
+            kernel=kernel,
+            head=head,
         )
         answer = session.submit(np.asarray(sampled))
     return cache

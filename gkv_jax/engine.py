@@ -14,7 +14,7 @@ import numpy as np
 
 from gkv_jax.bridge import Session
 from gkv_jax.cache import Cache, CacheSpec, cache_dtype, init_cache, reset_row
-from gkv_jax.decode import device_loop, host_loop, prefill_chunk, prefill_snapkv
+from gkv_jax.decode import Head, device_loop, host_loop, prefill_chunk, prefill_snapkv
 from gkv_jax.drafts import DraftSource
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
@@ -51,6 +51,7 @@ class Engine:
         cache: CacheSpec | None = None,
         slots: int = 8,
         loop: Loop = "device",
+        head: Literal["masked", "full"] = "masked",
         stop_token_ids: Sequence[int] = (),
         backend: str | Backend = "auto",
         watchdog_s: float = 60.0,
@@ -65,6 +66,9 @@ class Engine:
           slots: requests decoded at once; more of them queue.
           loop: ``device`` runs the whole loop in one compiled program; ``host`` drives the same
             steps from Python.
+          head: ``masked`` reads the LM head only where some row of the batch has a legal token (the
+            faster the narrower grammars are); ``full`` always reads all of it, so that the rounding
+            of a row's logits never depends on its neighbours' grammars.
           stop_token_ids: ends of a generation besides the tokenizer's own.
           backend: the grammar engine, by name or as an instance.
           watchdog_s: longest wait for a step's masks before its requests fail.
@@ -73,6 +77,8 @@ class Engine:
             raise UserError(f"slots is {slots}; it must be at least 1")
         if loop not in ("device", "host"):
             raise UserError(f"loop is {loop!r}; choose 'device' or 'host'")
+        if head not in ("masked", "full"):
+            raise UserError(f"head is {head!r}; choose 'masked' or 'full'")
         if isinstance(backend, str):
             try:
                 check_backend_name(backend)
@@ -81,7 +87,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.spec = cache or CacheSpec()
         self._check_spec()
-        self.slots, self.loop = slots, loop
+        self.slots, self.loop, self.head = slots, loop, head
         self._params, self._watchdog_s, self._backend = params, watchdog_s, backend
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
@@ -109,6 +115,7 @@ class Engine:
         cache: CacheSpec | None = None,
         slots: int = 8,
         loop: Loop = "device",
+        head: Literal["masked", "full"] = "masked",
         backend: str = "auto",
         watchdog_s: float = 60.0,
     ) -> "Engine":
@@ -136,6 +143,7 @@ class Engine:
             cache=cache,
             slots=slots,
             loop=loop,
+            head=head,
             stop_token_ids=model.config.eos_token_ids,
             backend=backend,
             watchdog_s=watchdog_s,
@@ -432,6 +440,7 @@ class Engine:
         """Decode until the session wants something else."""
         self._inbox.reload = False
         session = self._session
+        head: Head = "logprobs" if session.wants_logprobs else self.head
         if self.loop == "host":
             self._cache = host_loop(
                 self._params,
@@ -440,6 +449,7 @@ class Engine:
                 self._sampling,
                 model=self.model,
                 spec=self.spec,
+                head=head,
             )
         else:
             self._cache = device_loop(
@@ -451,6 +461,7 @@ class Engine:
                 np.int32(session.handle),
                 model=self.model,
                 spec=self.spec,
+                head=head,
             )
             jax.block_until_ready(self._cache)
         if session.broken:

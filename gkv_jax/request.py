@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import numpy as np
+
 from gkv_jax.drafts import DraftSource
 from gkv_jax.sampling import Sampling
 from gkv_jax.text import TextStream
@@ -20,11 +22,36 @@ class RequestCancelled(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities where a token was generated, by the model before grammar and sampling.
+
+    Attributes:
+      token: the token, and its natural ``logprob``.
+      top: ids and log-probabilities of the most likely tokens, falling: ``Sampling.logprobs`` of them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def unpack(cls, token: int, line: np.ndarray, count: int) -> "TokenLogprobs":
+        """From what the device reports, int32 ``[1+2k]`` (see ``gkv_jax.decode.top_logprobs``)."""
+        values, tokens = line[: len(line) // 2 + 1].view(np.float32), line[len(line) // 2 + 1 :]
+        top = zip(tokens[:count].tolist(), values[1:].tolist(), strict=False)
+        return cls(token, float(values[0]), tuple(top))
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of the output, as it comes: ``text`` is final, ``tokens`` may be ahead of it."""
+    """A part of the output, as it comes: ``text`` is final, ``tokens`` may be ahead of it.
+
+    ``logprobs``, where they were asked for, has one entry for each token.
+    """
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +64,7 @@ class Result:
       finish_reason: ``stop`` (stop token or text), ``length`` (max_tokens or a full cache) or
         ``error``.
       error: why, where ``finish_reason`` is ``error``; what was generated before it is kept.
+      logprobs: of each token, where ``Sampling.logprobs`` asked for them; else None.
       stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``head_fraction`` (of the LM head that a
         forward read, on average, for the whole batch), ``queue_seconds`` (waiting for a slot),
         ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
@@ -50,6 +78,7 @@ class Result:
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     error: Exception | None
+    logprobs: tuple[TokenLogprobs, ...] | None
     stats: dict[str, Any]
 
 
@@ -69,6 +98,7 @@ class Request:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     texts: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     forwards: int = 0
@@ -97,10 +127,18 @@ class Request:
                 break
         return texts
 
-    def emit(self, tokens: list[int], texts: list[str]) -> None:
-        """Add generated tokens (no stop token among them) and stream out their text."""
+    def emit(self, tokens: list[int], texts: list[str], logprobs: np.ndarray) -> None:
+        """Add generated tokens (no stop token among them) and stream out their text.
+
+        ``logprobs`` is int32 ``[>= tokens, 1+2k]``, read where the request asks for it.
+        """
         self.tokens += tokens
-        self._stream("".join(texts), tuple(tokens))
+        new: tuple[TokenLogprobs, ...] = ()
+        if (count := self.sampling.logprobs) is not None:
+            lines = zip(tokens, logprobs, strict=False)
+            new = tuple(TokenLogprobs.unpack(token, line, count) for token, line in lines)
+            self.logprobs += new
+        self._stream("".join(texts), tuple(tokens), new)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End the request; the first call counts."""
@@ -110,7 +148,7 @@ class Request:
         try:
             # After an error the stream may hold text of tokens that do not count.
             if error is None:
-                self._stream(self.text_stream.flush(), ())
+                self._stream(self.text_stream.flush())
         finally:
             self._done.set()
             self._put(None)
@@ -133,14 +171,20 @@ class Request:
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason,
             error=self.error,
+            logprobs=None if self.sampling.logprobs is None else tuple(self.logprobs),
             stats=self._stats(),
         )
 
-    def _stream(self, text: str, tokens: tuple[int, ...]) -> None:
+    def _stream(
+        self,
+        text: str,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         if text:
             self.texts.append(text)
         if text or tokens:
-            self._put(Piece(text, tokens))
+            self._put(Piece(text, tokens, logprobs))
 
     def _put(self, piece: Piece | None) -> None:
         if self.sink is None:

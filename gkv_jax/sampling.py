@@ -18,6 +18,9 @@ from pallas_kernels.masked_sample import Rows
 MAX_TEMPERATURE = 1000.0
 """Beyond it all tokens are equally likely to float32."""
 
+MAX_LOGPROBS = 20
+"""Most likely tokens that are reported at most, as in OpenAI's API."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -32,6 +35,9 @@ class Sampling:
       min_p: drop tokens less likely than this fraction of the most likely one (arXiv 2407.01082).
       seed: same seed, same tokens.
       stop: texts that end the output (one as a plain string); they are not part of it.
+      logprobs: report the log-probability of each token and of this many most likely ones (0 to 20),
+        by the model before grammar and sampling; None reports none. While a request asks for them,
+        steps read the whole LM head.
 
     Raises:
       UserError: a value out of range, naming the field.
@@ -44,11 +50,14 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     stop: str | tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_number("temperature", self.temperature, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 1.0)
         _check_number("min_p", self.min_p, 1.0)
