@@ -105,7 +105,9 @@ def choose(
     the LM head were read; with ``logprobs``, what ``top_logprobs`` gives follows) and the next
     positions, int32 ``[B]``.
     """
-    # Nothing is legal where there is no token, so that an idle row asks for no part of the head.
+    # Nothing is legal where there is no token, and an idle row is greedy whatever its last request
+    # was: it must ask for no part of the head, no noise and no filters.
+    sampling = sampling._replace(temperature=jnp.where(inputs.active, sampling.temperature, 0.0))
     words = jnp.where(inputs.real[..., None], masks[..., :-1], 0)
     enabled = jnp.where(inputs.real, masks[..., -1], 1)
     extra = []
