@@ -22,6 +22,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 _PREFERENCE: dict[str, tuple[Implementation, ...]] = {
     "tpu": ("mosaic_tpu",),
     "gpu": ("triton",),
+    "cpu": (),
 }
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def choose(
 
 def _best(kernel: str, reason_against: Callable[[ModuleType], str | None]) -> ModuleType:
     device = jax.devices()[0]
+    if device.platform not in _PREFERENCE:
+        _say_once(kernel, device.platform, "has no kernel of its own")
     for name in _PREFERENCE.get(device.platform, ()):
         try:
             module = load(kernel, name)

@@ -4,8 +4,9 @@ Import `apply_token_bitmask` from here; the modules beside it hold one implement
 imported only when they are used.
 """
 
-from pallas_kernels.bitmask.api import IMPLEMENTATIONS, Implementation, apply_token_bitmask
+from pallas_kernels.bitmask.api import apply_token_bitmask
 from pallas_kernels.bitmask.packed import BITS_PER_WORD, masked_logit, num_words
+from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
 
 __all__ = [
     "BITS_PER_WORD",

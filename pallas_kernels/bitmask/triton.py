@@ -2,7 +2,9 @@
 
 The output is the input's own buffer, so tokens that stay cost no traffic at all, as in the kernels
 of TensorRT-LLM and XGrammar. A program expands `BLOCK_W` words of one row along a second dimension
-of 32 bits: consecutive threads hold consecutive tokens, and their stores coalesce.
+of 32 bits: consecutive threads hold consecutive tokens, and their stores coalesce. A program of a
+row without a grammar ends before it reads its words, and one that finds them all ones ends there;
+where no token is allowed, the stores are all that a program moves.
 
 Pallas on Triton is deprecated upstream from JAX 0.11 on; this file is all that depends on it here.
 """
@@ -32,9 +34,11 @@ def supports_device(device: jax.Device) -> bool:
     return (int(major), int(minor)) >= MIN_COMPUTE_CAPABILITY
 
 
-def supports_dtype(dtype: DTypeLike) -> bool:
-    """Whether the kernel takes logits of `dtype`."""
-    return dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+def unsupported(dtype: DTypeLike) -> str | None:
+    """Why logits of `dtype` are not taken, or None."""
+    dtype = jnp.dtype(dtype)
+    taken = dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    return None if taken else f"{dtype} logits"
 
 
 def apply_token_bitmask(
@@ -55,6 +59,12 @@ def apply_token_bitmask(
         out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         input_output_aliases={2: 0},
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS),
+        # The most that it moves: every word read, every logit written.
+        cost_estimate=pl.CostEstimate(
+            flops=3 * rows.size,
+            transcendentals=0,
+            bytes_accessed=rows.size * rows.dtype.itemsize + 4 * (bitmask.size + enabled.size),
+        ),
         interpret=interpret,
         name="apply_token_bitmask",
     )(enabled.reshape(-1), bitmask.reshape(-1, num_words), rows)
@@ -74,13 +84,15 @@ def _kernel(
     del logits_ref
     row = pl.program_id(0)
     word = pl.program_id(1) * BLOCK_W + jnp.arange(BLOCK_W, dtype=jnp.int32)
-    words = plgpu.load(words_ref.at[row, word], mask=word < num_words, other=-1)
-    bit = lax.broadcasted_iota(jnp.int32, (BLOCK_W, BITS_PER_WORD), 1)
-    token = word[:, None] * BITS_PER_WORD + bit
-    illegal = ((words[:, None] >> bit) & 1) == 0
-    lowest = jnp.full(token.shape, masked_logit(masked_ref.dtype), masked_ref.dtype)
-    plgpu.store(
-        masked_ref.at[row, token],
-        lowest,
-        mask=illegal & (token < vocab_size) & (enabled_ref[row] != 0),
-    )
+
+    @pl.when(enabled_ref[row] != 0)
+    def constrain() -> None:
+        words = plgpu.load(words_ref.at[row, word], mask=word < num_words, other=-1)
+
+        @pl.when(jnp.max((words != -1).astype(jnp.int32)) != 0)
+        def store() -> None:
+            bit = lax.broadcasted_iota(jnp.int32, (BLOCK_W, BITS_PER_WORD), 1)
+            token = word[:, None] * BITS_PER_WORD + bit
+            illegal = ((words[:, None] >> bit) & 1) == 0
+            lowest = jnp.full(token.shape, masked_logit(masked_ref.dtype), masked_ref.dtype)
+            plgpu.store(masked_ref.at[row, token], lowest, mask=illegal & (token < vocab_size))

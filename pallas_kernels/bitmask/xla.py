@@ -18,9 +18,9 @@ def supports_device(device: jax.Device) -> bool:
     return True
 
 
-def supports_dtype(dtype: DTypeLike) -> bool:
-    """True: every floating dtype works."""
-    return True
+def unsupported(dtype: DTypeLike) -> str | None:
+    """None: every floating dtype works."""
+    return None
 
 
 def apply_token_bitmask(logits: jax.Array, bitmask: jax.Array, enabled: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation
     words = CONFIG.vocab_size // 32 + 1
     dependence = where(body, "send", "bf16")  # a scalar of the hidden states
     masks = where(body, "recv", "s32", batch, spec.queries, words)
-    sampled = where(body, "send", "s32", batch, spec.queries + 1)
+    sampled = where(body, "send", "s32", batch, spec.queries + 2)
     answer = where(body, "recv", "s32", batch, spec.queries + 3)
     layers = {
         layer: [
