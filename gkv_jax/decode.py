@@ -80,10 +80,16 @@ class StepInputs:
 
 
 def forward(
-    params: Params, cache: Cache, inputs: StepInputs, *, model: Decoder, spec: CacheSpec
+    params: Params,
+    cache: Cache,
+    inputs: StepInputs,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+    kernel: Implementation | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Hidden states ``[B,N,Dm]`` of a step, and the cache with its tokens."""
-    attend = StepAttend(spec, model.rope, cache, inputs.positions, inputs.real)
+    attend = StepAttend(spec, model.rope, cache, inputs.positions, inputs.real, kernel)
     hidden = model.hidden(params, inputs.tokens, attend)
     return hidden, attend.cache
 
@@ -184,7 +190,7 @@ def device_loop(
 
     def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
         cache, inputs = carry
-        hidden, cache = forward(params, cache, inputs, model=model, spec=spec)
+        hidden, cache = forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
         masks = bridge.collect(handle, hidden, model.vocab_size)
         sampled, next_pos = choose(
             params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head=head
@@ -196,7 +202,7 @@ def device_loop(
     return cache
 
 
-_forward = jax.jit(forward, static_argnames=("model", "spec"), donate_argnames=("cache",))
+_forward = jax.jit(forward, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
 _choose = jax.jit(choose, static_argnames=("model", "kernel", "head"))
 
 
@@ -218,7 +224,7 @@ def host_loop(
     answer, next_pos = session.inputs(), jnp.asarray(session.positions())
     while answer[0, -1]:
         inputs = _unpack(answer, next_pos)
-        hidden, cache = _forward(params, cache, inputs, model=model, spec=spec)
+        hidden, cache = _forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
         sampled, next_pos = _choose(
             params,
             hidden,
