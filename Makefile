@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 MODEL  ?= smollm2-135m-instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full model lint format bench clean
+.PHONY: help demo test test-full model aot-cuda lint format bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,20 @@ $(VENV)/libtpu: $(VENV)/installed
 	  $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ 'libtpu==0.0.42.*'; fi
 	@mkdir -p $@ && touch $@
 
+# The CUDA compiler, for tests that compile without a GPU: XLA's plugin, ptxas and libdevice, and none
+# of the libraries that programs run with. In a folder of its own, too: only the subprocess of
+# tests/aot/cuda.py sees it. The plugin must be of the very version of JAX.
+$(VENV)/cuda/installed: $(VENV)/installed
+	rm -rf $(@D) && mkdir -p $(@D)
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  jax=$$(sed -n 's/^jax==//p' constraints.txt) && \
+	  $(BIN)/python -m pip install --quiet --no-deps --target $(@D) \
+	    "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" \
+	    'nvidia-cuda-nvcc==13.5.37' 'nvidia-nvvm==13.5.37'; fi
+	@touch $@
+
+aot-cuda: $(VENV)/cuda/installed  ## what compiles for NVIDIA GPUs that are not there (720 MB)
+
 model: $(VENV)/installed  ## fetch the small real model (98 MB, verified)
 	$(BIN)/python -m gkv_jax.weights.fetch $(MODEL)
 
@@ -30,10 +44,10 @@ demo: model  ## the main job: a real model writes a document that obeys a JSON S
 	$(BIN)/python -m gkv_jax.generate --model $(MODEL) --schema examples/person.json \
 	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
 
-test: model lint $(VENV)/libtpu  ## ruff, mypy and the tests (what CI runs)
+test: model lint $(VENV)/libtpu aot-cuda  ## ruff, mypy and the tests (what CI runs)
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: model lint $(VENV)/libtpu  ## the long sizes of the long checks, too
+test-full: model lint $(VENV)/libtpu aot-cuda  ## the long sizes of the long checks, too
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed  ## ruff and mypy
