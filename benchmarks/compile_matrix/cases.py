@@ -303,6 +303,17 @@ def _snapkv_scores(implementation: str, dtype: Any, *, length: int, kept: int) -
     return Program(function, operands, moved)
 
 
+def _quest_scores(
+    implementation: str, dtype: Any, *, batch: int, queries: int, capacity: int
+) -> Program:
+    from gkv_jax.cache.quest import page_scores
+
+    del implementation  # plain XLA
+    bounds = _array(dtype, batch, 8, capacity // 16, 128)
+    operands = (_array(dtype, batch, queries, 32, 128), bounds, bounds)
+    return Program(page_scores, operands, _once(page_scores, operands))
+
+
 def _decoder(
     dtype: Any, vocab: int, batch: int, queries: int, capacity: int
 ) -> tuple[Any, Any, Any, Any]:
@@ -355,7 +366,9 @@ def _decode_step(
         params: Any, cache: Any, answer: jax.Array, next_pos: jax.Array, masks: jax.Array, rows: Any
     ) -> Any:
         inputs = StepInputs.unpack(answer, next_pos)
-        hidden, cache = forward(params, cache, inputs, model=model, spec=spec)
+        hidden, cache = forward(
+            params, cache, inputs, model=model, spec=spec, kernel=implementation
+        )
         return cache, choose(
             params, hidden, inputs, masks, rows, model=model, kernel=implementation, head="masked"
         )
@@ -405,7 +418,7 @@ def _forward_on_four(
 
     def layers(params: Any, cache: Any, answer: jax.Array, next_pos: jax.Array) -> Any:
         inputs = StepInputs.unpack(answer, next_pos)
-        return forward(params, cache, inputs, model=model, spec=spec)
+        return forward(params, cache, inputs, model=model, spec=spec, kernel="xla")
 
     operands = (
         params,
@@ -491,6 +504,15 @@ KERNELS: dict[str, Kernel] = {
         {"xla": ("bfloat16",)},
         [{"length": 4096, "kept": 508}, {"length": 32768, "kept": 2044}],
         "gkv_jax.cache.snapkv",
+    ),
+    "quest_scores": Kernel(
+        _quest_scores,
+        {"xla": ("bfloat16",)},
+        [
+            {"batch": 8, "queries": 1, "capacity": 16384},
+            {"batch": 8, "queries": 5, "capacity": 16384},
+        ],
+        "gkv_jax.cache.quest",
     ),
     "decode_step": Kernel(
         _decode_step,

@@ -86,9 +86,12 @@ class CacheSpec:
         """R: physical slots of the ring.
 
         N tokens are written before the first of them looks ``window`` back, so ``window + N - 1``
-        slots are necessary and sufficient; with them, undoing drafts is only moving a counter.
+        slots are necessary and sufficient; with them, undoing drafts is only moving a counter. A few
+        more make the capacity a multiple of 8: XLA:TPU gives other buffers a layout that it would
+        convert, the whole cache in every step, for the attention kernel.
         """
-        return self.window + self.queries - 1
+        needed = self.window + self.queries - 1
+        return needed + -(self.prefix + needed) % 8
 
     @property
     def capacity(self) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.decode_attention import xla
 from pallas_kernels.decode_attention.api import LOWEST, Attended
@@ -25,7 +26,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)  # Pallas does not lower for older GPUs, such as
 MIN_DOT = 16  # the least size of a dimension of a product
 # Programs that fill the largest GPUs (132 to 148 multiprocessors) about twice.
 PROGRAMS = 256
-TILE = 64 * 128  # elements of a block of K
+TILE = 64 * 128  # elements of a block of K; see `_block_c`
 MAX_OUTPUT = 128 * 128  # elements of the running output, which lives in registers
 
 
@@ -56,6 +57,17 @@ def unsupported(
 def _dot_size(size: int) -> int:
     """The size of a tile for `size` elements: Triton's are powers of two."""
     return max(MIN_DOT, pl.next_power_of_2(size))
+
+
+def _block_c(width: int, dtype: DTypeLike) -> int:
+    """Slots of a block. In float32 the operands of a product are unpacked into registers."""
+    elements = TILE // 4 if dtype == jnp.float32 else TILE
+    return max(MIN_DOT, elements // max(width, 128))
+
+
+def _num_warps(output: int, dtype: DTypeLike) -> int:
+    """Warps of a program with so many elements of running output."""
+    return 8 if output > MAX_OUTPUT // 4 or dtype == jnp.float32 else 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +112,7 @@ def decode_attention(
     _, kv_heads, capacity, _ = k.shape
     groups = heads // kv_heads
     rows, width = _dot_size(n * groups), _dot_size(dim)
-    block_c = max(MIN_DOT, TILE // max(width, 128))
+    block_c = _block_c(width, queries[0].dtype)
     num_blocks = pl.cdiv(capacity, block_c)
     splits = min(num_blocks, pl.cdiv(PROGRAMS, batch * kv_heads))
     blocks_per_split = pl.cdiv(num_blocks, splits)
@@ -125,7 +137,7 @@ def decode_attention(
         out_specs=[in_device_memory] * len(out_shapes),
         out_shape=out_shapes,
         compiler_params=plgpu.CompilerParams(
-            num_warps=8 if rows * width > MAX_OUTPUT // 4 else 4, num_stages=2
+            num_warps=_num_warps(rows * width, queries[0].dtype), num_stages=2
         ),
         interpret=interpret,
         name="decode_attention",

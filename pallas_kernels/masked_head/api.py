@@ -67,6 +67,8 @@ def masked_head(
         implementation,
         lambda module: module.unsupported(head.dtype, hidden.shape, head.shape[0]),
     )
+    if positions.size == 0:
+        return HeadSample(positions, jnp.int32(0))
     sample: HeadSample = HeadSample(
         *module.masked_head(hidden, head, bitmask, enabled, positions, rows)
     )

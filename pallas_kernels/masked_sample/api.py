@@ -62,6 +62,8 @@ def masked_sample(
         implementation,
         lambda module: module.unsupported(logits.dtype, logits.shape[-1]),
     )
+    if positions.size == 0:
+        return positions
     sampled: jax.Array = module.masked_sample(logits, bitmask, enabled, positions, rows)
     return sampled
 

@@ -61,8 +61,9 @@ def finite(x: jax.Array) -> jax.Array:
 
 
 def key(x: jax.Array) -> jax.Array:
-    """Finite float32 to int32 such that the integers order as the floats do (and −0 below 0)."""
+    """Finite float32 to int32 such that the integers order as the floats do, −0 and 0 equal."""
     bits = bits_of(x)
+    bits = jnp.where(bits == jnp.int32(LEAST_KEY), jnp.int32(0), bits)
     return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
 
 
@@ -117,6 +118,16 @@ def gumbel(row: jax.Array, token: jax.Array) -> jax.Array:
         2.0**-23
     )
     return -log(-log(uniform))
+
+
+def scaled(logits: jax.Array, inverse_temperature: jax.Array) -> jax.Array:
+    """Logits of any float dtype over a temperature, finite float32."""
+    return finite(product(finite(logits), inverse_temperature))
+
+
+def noisy(scaled_logits: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
+    """What the most of wins: scaled logits plus the noise of `gumbel`, finite float32."""
+    return finite(scaled_logits + gumbel(row, token))
 
 
 def hash_row(seed: jax.Array, position: jax.Array) -> jax.Array:

@@ -117,7 +117,7 @@ def random_score(
     """Logits over temperature plus Gumbel noise; −inf for what is filtered; greedy rows without."""
     scaled = scale(logits, rows)
     row = arithmetic.hash_row(rows.seed[:, None], positions)[..., None]
-    noisy = arithmetic.finite(scaled + arithmetic.gumbel(row, tokens[None, None, :]))
+    noisy = arithmetic.noisy(scaled, row, tokens[None, None, :])
     noisy = jnp.where(arithmetic.key(scaled) >= least, noisy, -jnp.inf)
     return jnp.where(rows.is_random[:, None, None], noisy, arithmetic.finite(logits))
 
@@ -155,8 +155,7 @@ def legal(words: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
 
 def scale(logits: jax.Array, rows: Rows) -> jax.Array:
     """Logits over temperature, finite float32; those of greedy rows as they are."""
-    inverse = rows.inverse_temperature[:, None, None]
-    return arithmetic.finite(arithmetic.product(arithmetic.finite(logits), inverse))
+    return arithmetic.scaled(logits, rows.inverse_temperature[:, None, None])
 
 
 def least_kept(logits: jax.Array, is_legal: jax.Array, rows: Rows) -> jax.Array:
@@ -219,7 +218,9 @@ def _sums(terms: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tu
 
     def part(index: jax.Array) -> tuple[jax.Array, ...]:
         tiles = (lax.dynamic_slice_in_dim(a, index * tile, tile, axis=-1) for a in arrays)
-        return tuple(jnp.sum(term, axis=-1, keepdims=True) for term in terms(*tiles))
+        return tuple(
+            jnp.sum(term, axis=-1, keepdims=True, dtype=jnp.int32) for term in terms(*tiles)
+        )
 
     def add(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(s + p for s, p in zip(sums, part(index), strict=True))

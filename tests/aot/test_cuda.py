@@ -150,6 +150,13 @@ OTHERS = [
     for case in all_cases(targets=["A100"], kernels=PACKAGES, quick=True)
     if case.implementation == "triton" and case.kernel not in ("bitmask", "decode_step")
 ]
+# In float32 Triton unpacks the operands of products into registers, and there is no lack of reasons
+# to spill them.
+OTHERS += [
+    case
+    for case in all_cases(targets=["A100"], kernels=["decode_attention"])
+    if (case.implementation, case.dtype) == ("triton", "float32")
+]
 
 
 @functools.cache
@@ -162,6 +169,7 @@ def test_the_other_kernels_compile(case: Case) -> None:
     result = other_results()[case.name]
     assert (result.status, result.error) == ("compiled", "")
     assert "__gpu$xla.gpu.triton" in result.custom_calls
+    assert [f.name for f in result.functions if f.spill_stores or f.spill_loads] == []
 
 
 @pytest.mark.full
