@@ -158,7 +158,8 @@ def all_cases(
 ) -> Iterator[Case]:
     """The cases of the chosen targets and kernels, those of one target together.
 
-    ``quick`` takes the first size and the first dtype of every implementation.
+    ``quick`` takes the first size and the first dtype of every implementation. Plain XLA beside a
+    kernel has no more in any case: it stands there to be compared with.
     """
     for target in targets:
         platform = TARGETS[target].platform
@@ -167,8 +168,9 @@ def all_cases(
             for implementation, dtypes in kernel.existing.items():
                 if platform not in _PLATFORMS.get(implementation, kernel.platforms):
                     continue
-                for dtype in dtypes[:1] if quick else dtypes:
-                    for size in kernel.sizes[:1] if quick else kernel.sizes:
+                few = quick or (implementation == "xla" and len(kernel.dtypes) > 1)
+                for dtype in dtypes[:1] if few else dtypes:
+                    for size in kernel.sizes[:1] if few else kernel.sizes:
                         yield Case(name, implementation, dtype, size, target)
 
 
@@ -405,29 +407,29 @@ def _decode_loop(
     return Program(loop, operands, nbytes((params, cache)), donate=(1,))
 
 
-def _forward_on_four(
+def _loop_on_four(
     implementation: str, dtype: Any, *, vocab: int, batch: int, queries: int, capacity: int
 ) -> Program:
-    """A step's layers over four chips, heads and features divided among them. Bytes are of one chip."""
-    from gkv_jax.decode import StepInputs, forward
+    """The loop over four chips: heads, features and vocabulary divided. Bytes are of one chip."""
+    from gkv_jax.decode import device_loop
+    from pallas_kernels.masked_sample import Rows
 
-    del (
-        implementation
-    )  # plain XLA: the compiler divides the program, which it cannot do to a kernel
     model, spec, params, cache = _decoder(dtype, vocab, batch, queries, capacity)
-
-    def layers(params: Any, cache: Any, answer: jax.Array, next_pos: jax.Array) -> Any:
-        inputs = StepInputs.unpack(answer, next_pos)
-        return forward(params, cache, inputs, model=model, spec=spec, kernel="xla")
-
+    # Plain XLA, whose programs the compiler divides; and the whole head, as tiles of one that lies on
+    # four chips would be fetched from them one by one.
+    loop = functools.partial(
+        device_loop.__wrapped__, model=model, spec=spec, kernel=implementation, head="full"
+    )
     operands = (
         params,
         cache,
         _array(jnp.int32, batch, queries + 3),
         _array(jnp.int32, batch),
+        Rows(*_sampling_operands(batch)),
+        _array(jnp.int32),
     )
     # Axis to divide; every other leaf is the same on all chips. Cached heads are the second axis.
-    axes = dict.fromkeys(("q", "k", "v", "gate", "up"), 1) | {"o": 0, "down": 0}
+    axes = dict.fromkeys(("q", "k", "v", "gate", "up"), 1) | {"o": 0, "down": 0, "embed": 0}
 
     def place(devices: Sequence[Any]) -> tuple[Any, ...]:
         mesh = jax.sharding.Mesh(np.asarray(devices[:4]), ("model",))
@@ -442,11 +444,10 @@ def _forward_on_four(
                 lambda path, leaf: put(leaf, axes.get(path[-1].key)), params
             ),
             jax.tree.map(lambda leaf: put(leaf, 1 if leaf.ndim == 4 else None), cache),
-            *(put(leaf, None) for leaf in operands[2:]),
+            *(jax.tree.map(lambda leaf: put(leaf, None), operand) for operand in operands[2:]),
         )
 
-    moved = nbytes((params["layers"], cache)) // 4  # of the embedding, only a few rows
-    return Program(layers, operands, moved, donate=(1,), place=place)
+    return Program(loop, operands, nbytes((params, cache)) // 4, donate=(1,), place=place)
 
 
 _FLOATS = ("float32", "bfloat16")
@@ -474,7 +475,10 @@ KERNELS: dict[str, Kernel] = {
     "masked_head": Kernel(
         _masked_head,
         {"mosaic_tpu": ("bfloat16",), "triton": ("bfloat16",), "xla": ("bfloat16",)},
-        [{**rows, "features": 2048} for rows in _ROWS],
+        [
+            *({**rows, "features": 2048} for rows in _ROWS),
+            {"vocab": 262144, "batch": 8, "queries": 1, "features": 640},  # Gemma-3-270M
+        ],
         "pallas_kernels.masked_head",
     ),
     "decode_attention": Kernel(
@@ -527,7 +531,7 @@ KERNELS: dict[str, Kernel] = {
         _DECODER,
         "gkv_jax.decode",
     ),
-    "forward_4_chips": Kernel(
-        _forward_on_four, {"xla": ("bfloat16",)}, _DECODER[:1], "gkv_jax.decode", ("tpu",)
+    "decode_loop_4_chips": Kernel(
+        _loop_on_four, {"xla": ("bfloat16",)}, _DECODER[:1], "gkv_jax.decode", ("tpu",)
     ),
 }  # fmt: skip

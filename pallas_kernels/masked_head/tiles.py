@@ -23,7 +23,10 @@ def active_tiles(words: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     words_per_tile = tile // BITS_PER_WORD
     padded = jnp.pad(any_row, (0, -any_row.shape[0] % words_per_tile))
     is_active = (padded.reshape(-1, words_per_tile) != 0).any(axis=1)
+    number = is_active.shape[0]
+    tiles = jnp.arange(number, dtype=jnp.int32)
     count = is_active.sum(dtype=jnp.int32)
-    last = jnp.max(jnp.where(is_active, jnp.arange(is_active.shape[0], dtype=jnp.int32), 0))
-    (indices,) = jnp.nonzero(is_active, size=is_active.shape[0], fill_value=last)
-    return indices.astype(jnp.int32), count
+    last = jnp.max(jnp.where(is_active, tiles, 0))
+    # A sort, as `nonzero` is a scatter, and 64 bits wide where `jax_enable_x64` is set.
+    in_order = lax.sort(jnp.where(is_active, tiles, number))
+    return jnp.where(tiles < count, in_order, last), count

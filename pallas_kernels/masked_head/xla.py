@@ -72,7 +72,11 @@ def masked_head(
 
 def multiply(hidden: jax.Array, head: jax.Array) -> jax.Array:
     """float32 logits `[B,N,S]` of `hidden [B,N,Dm]` and rows `head [S,Dm]`."""
-    return jnp.einsum("bnd,vd->bnv", hidden, head, preferred_element_type=jnp.float32)
+    # By default TPUs and GPUs multiply float32 in fewer bits than the kernels do.
+    precision = lax.Precision.HIGHEST if head.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "bnd,vd->bnv", hidden, head, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def _visit(

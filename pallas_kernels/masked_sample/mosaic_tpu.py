@@ -377,7 +377,7 @@ def _list_kernel(
     _loop(along_v, fill, _loop(along_v, look, jnp.int32(0)))
 
 
-def _real_bits(word: jax.Array, vocab_size: int) -> jax.Array:
+def real_bits(word: jax.Array, vocab_size: int) -> jax.Array:
     """The bits of the words with these indices that stand for tokens of the vocabulary."""
     whole_words, more_bits = divmod(vocab_size, BITS_PER_WORD)
     some = jnp.where(word == whole_words, jnp.int32((1 << more_bits) - 1), jnp.int32(0))
@@ -400,7 +400,7 @@ def _legal_words(
     row = lax.broadcasted_iota(jnp.int32, words.shape, 0) + n * SUBLANES
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1) + (first_group + group) * LANES
     words = jnp.where(parameters_ref[:, _ENABLED : _ENABLED + 1] == 0, jnp.int32(-1), words)
-    return jnp.where(row < tiles.num_queries, words & _real_bits(word, tiles.vocab_size), 0)
+    return jnp.where(row < tiles.num_queries, words & real_bits(word, tiles.vocab_size), 0)
 
 
 def _fold_registers(

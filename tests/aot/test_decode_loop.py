@@ -116,6 +116,22 @@ def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation
     assert last < dependence < masks
 
 
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_loop_runs_the_kernels(generation: Generation) -> None:
+    """One attention a layer in the body, and in the branches after it the head and the sampler."""
+    program = Program.of(compiled_loop(generation, "drafts", 8))
+    kernels = [
+        i.name.partition(".")[0]
+        for body in program.computations.values()
+        for i in body
+        if i.attribute("custom_call_target") == "tpu_custom_call"
+    ]
+    assert kernels.count("decode_attention") == CONFIG.num_layers
+    assert kernels.count("masked_head") == kernels.count("masked_sample") == 1
+    in_body = [i.name for i in body_of(program) if "pallas_call" in i.rest]
+    assert len([name for name in in_body if name.startswith("decode_attention")]) == len(in_body)
+
+
 # A loop compiles in 4 to 10 s: the three that the schedule test needs too, one of each policy, and
 # a batch of one, whose scatter has a single index. The rest of the matrix is for the full size.
 CI_SIZE = {(generation, "drafts", 8) for generation in GENERATIONS} | {
