@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.compile_matrix.cases import Case
 from gkv_jax.cache import Cache, CacheSpec, init_cache
 from gkv_jax.decode import device_loop, prefill_chunk
 from gkv_jax.models.config import RopeConfig
@@ -15,7 +16,7 @@ from gkv_jax.models.llama import Llama
 from gkv_jax.sampling import greedy_rows
 from gkv_jax.weights.parameters import parameters
 from tests.aot.hlo import Instruction, Program
-from tests.aot.topology import GENERATIONS, Generation, compile_for
+from tests.aot.topology import GENERATIONS, Generation, compile_for, tpu_devices
 from tests.gkv_jax.tiny import tiny_config
 
 pytestmark = pytest.mark.aot
@@ -176,3 +177,34 @@ def test_prefill_compiles_and_keeps_the_cache_in_place() -> None:
         if i.opcode in ("copy", "copy-start") and any(a.shape == cache_shape for a in i.arrays)
     ]
     assert copies == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_four_chips_share_the_loop(generation: Generation) -> None:
+    """Each holds a quarter of the heads, features and vocabulary; what travels is small."""
+    case = Case(
+        "decode_loop_4_chips", "xla", "bfloat16",
+        {"vocab": 128256, "batch": 8, "queries": 5, "capacity": 16384}, generation,
+    )  # fmt: skip
+    program = case.program()
+    assert program.place is not None
+    operands = program.place(tpu_devices(generation))
+    loop = jax.jit(program.function, donate_argnums=program.donate)
+    compiled = loop.lower(*operands).compile()
+    memory = compiled.memory_analysis()
+    params, cache = operands[:2]
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, cache)))
+    assert memory.argument_size_in_bytes < 1.1 * whole / 4
+    quarter = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) / 4
+    assert memory.alias_size_in_bytes >= 0.99 * quarter
+    logits = 8 * 5 * 128256
+    travels = [
+        array
+        for body in Program.of(compiled).computations.values()
+        for i in body
+        if i.opcode.startswith(("all-gather", "all-to-all", "collective-permute"))
+        for array in i.arrays
+    ]
+    assert travels
+    assert max(array.size for array in travels) <= 1.1 * logits
