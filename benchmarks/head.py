@@ -118,18 +118,17 @@ class Clock:
     def __init__(self, request: Request) -> None:
         """Must be made before the request is submitted."""
         self._request = request
-        self.stamps: list[tuple[float, int]] = []
+        self.stamps: list[tuple[float, float]] = []
         request.sink = self._tick
 
     def _tick(self, piece: Piece | None) -> None:
         if piece is not None and piece.tokens:
-            self.stamps.append((time.perf_counter(), self._request.head_rows))
+            self.stamps.append((time.perf_counter(), self._request.head_read))
 
     def steps(self) -> list[tuple[float, float]]:
         """Seconds and share of the head read, of each step after the first."""
-        vocab_size = self._request.vocab_size
         pairs = zip(self.stamps, self.stamps[1:], strict=False)
-        return [(t1 - t0, (rows1 - rows0) / vocab_size) for (t0, rows0), (t1, rows1) in pairs]
+        return [(t1 - t0, read1 - read0) for (t0, read0), (t1, read1) in pairs]
 
 
 def measure_run(engine: Engine, *, guided: bool, batch: int) -> list[tuple[float, float]]:

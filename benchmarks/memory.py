@@ -24,6 +24,7 @@ def cache_bytes_at(
             tokens=jnp.zeros((batch, spec.queries), jnp.int32),
             n_drafts=jnp.zeros(batch, jnp.int32),
             active=jnp.ones(batch, bool),
+            logprobs=jnp.array(False),
             go=jnp.array(True),
             next_pos=jnp.full(batch, position, jnp.int32),
         )
@@ -43,7 +44,7 @@ def loop_memory(model: Decoder, params: Params, spec: CacheSpec, batch: int) -> 
     compiled = device_loop.lower(
         params,
         cache,
-        np.zeros((batch, spec.queries + 3), np.int32),
+        np.zeros((batch, spec.queries + 4), np.int32),
         np.zeros(batch, np.int32),
         greedy_rows(batch),
         np.int32(0),

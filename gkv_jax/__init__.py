@@ -12,7 +12,7 @@ from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts import DraftSource, ScriptedDrafts
 from gkv_jax.engine import Engine
 from gkv_jax.errors import UserError
-from gkv_jax.request import Piece, Result
+from gkv_jax.request import Piece, Result, TokenLogprobs
 from gkv_jax.sampling import Sampling
 from grammar_host import DeadEndError, GrammarError, Guide
 
@@ -29,5 +29,6 @@ __all__ = [
     "Result",
     "Sampling",
     "ScriptedDrafts",
+    "TokenLogprobs",
     "UserError",
 ]

@@ -114,6 +114,7 @@ class Session:
         self.broken = False
         """A fill did not come back: the session must be replaced, its thread still holds matchers."""
         self._spec, self._max_tokens = spec, max_tokens
+        self._vocab_size = vocab_size
         self._watchdog_s, self._wants_pause = watchdog_s, wants_pause
         self._rows: list[_Row | None] = [None] * slots
         self._batch = batch = GuidedBatch(slots, spec.max_drafts, vocab_size)
@@ -135,11 +136,6 @@ class Session:
     def any_active(self) -> bool:
         """Whether a step would do anything."""
         return any(row is not None for row in self._rows)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether some request does."""
-        return any(row.request.sampling.logprobs is not None for row in self._rows if row)
 
     def admit(self, slot: int, request: Request) -> None:
         """Seat a request whose prompt, but for the last token, is in the cache's row ``slot``.
@@ -178,19 +174,20 @@ class Session:
         """Take a step's tokens and return the next inputs. Never raises.
 
         Args:
-          sampled: int32 ``[B, N+2]``: N sampled tokens, how many of them count, and how many rows of
-            the LM head were read for them; log-probabilities may follow (``decode.top_logprobs``).
+          sampled: int32 ``[B, N+2+...]``: N sampled tokens, how many of them count, how many rows of
+            the LM head were read for them, and log-probabilities (see ``decode.top_logprobs``).
 
         Returns:
-          int32 ``[B, N+3]``: N input tokens, the number of drafts among them, whether the row is
-          active, and (the same in all rows) whether the loop goes on.
+          int32 ``[B, N+4]``: N input tokens, the number of drafts among them, whether the row is
+          active, whether it wants log-probabilities, and (the same in all rows) whether the loop
+          goes on.
         """
         n = self._spec.queries
         for slot, row in enumerate(self._rows):
             if row is not None:
                 try:
                     count = int(sampled[slot, n])
-                    row.request.head_rows += int(sampled[slot, n + 1])
+                    row.request.head_read += int(sampled[slot, n + 1]) / self._vocab_size
                     logprobs = sampled[slot, n + 2 :].reshape(n, -1)[:count]
                     self._advance(slot, row, sampled[slot, :count].tolist(), logprobs)
                 except BaseException as error:  # one row's trouble (even a panic) is its alone
@@ -280,13 +277,14 @@ class Session:
 
     def _answer(self, *, go: bool) -> np.ndarray:
         n = self._spec.queries
-        answer = np.zeros((len(self._rows), n + 3), np.int32)
+        answer = np.zeros((len(self._rows), n + 4), np.int32)
         for slot, row in enumerate(self._rows):
             if row is not None:
                 answer[slot, : len(row.tokens)] = row.tokens
                 answer[slot, n] = len(row.tokens) - 1
                 answer[slot, n + 1] = 1
-        answer[:, n + 2] = go
+                answer[slot, n + 2] = row.request.sampling.logprobs is not None
+        answer[:, n + 3] = go
         if go:
             self._worker.start()
         return answer
@@ -297,8 +295,8 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def submit(handle: jax.Array, sampled: jax.Array, n: int) -> jax.Array:
-    """``Session.submit`` of ``n`` queries inside a compiled program: to ``[B,N+3]``, int32."""
-    out = jax.ShapeDtypeStruct((sampled.shape[0], n + 3), jnp.int32)
+    """``Session.submit`` of ``n`` queries inside a compiled program: to ``[B,N+4]``, int32."""
+    out = jax.ShapeDtypeStruct((sampled.shape[0], n + 4), jnp.int32)
     return io_callback(_submit, out, handle, sampled)
 
 

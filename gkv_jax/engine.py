@@ -51,7 +51,7 @@ class Engine:
         cache: CacheSpec | None = None,
         slots: int = 8,
         loop: Loop = "device",
-        head: Literal["masked", "full"] = "masked",
+        head: Head = "masked",
         stop_token_ids: Sequence[int] = (),
         backend: str | Backend = "auto",
         watchdog_s: float = 60.0,
@@ -115,7 +115,7 @@ class Engine:
         cache: CacheSpec | None = None,
         slots: int = 8,
         loop: Loop = "device",
-        head: Literal["masked", "full"] = "masked",
+        head: Head = "masked",
         backend: str = "auto",
         watchdog_s: float = 60.0,
     ) -> "Engine":
@@ -289,7 +289,6 @@ class Engine:
             grammar=None if guide is None else self.compiler.compile(guide, backend),
             drafts=drafts,
             cache_bytes=self._cache_bytes,
-            vocab_size=self.model.vocab_size,
         )
 
     def submit(self, request: Request) -> None:
@@ -440,7 +439,6 @@ class Engine:
         """Decode until the session wants something else."""
         self._inbox.reload = False
         session = self._session
-        head: Head = "logprobs" if session.wants_logprobs else self.head
         if self.loop == "host":
             self._cache = host_loop(
                 self._params,
@@ -449,7 +447,7 @@ class Engine:
                 self._sampling,
                 model=self.model,
                 spec=self.spec,
-                head=head,
+                head=self.head,
             )
         else:
             self._cache = device_loop(
@@ -461,7 +459,7 @@ class Engine:
                 np.int32(session.handle),
                 model=self.model,
                 spec=self.spec,
-                head=head,
+                head=self.head,
             )
             jax.block_until_ready(self._cache)
         if session.broken:

@@ -102,9 +102,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     forwards: int = 0
-    head_rows: int = 0
-    """Rows of the LM head read in all forwards."""
-    vocab_size: int = 0
+    head_read: float = 0.0
+    """Times that the LM head was read, in parts of it."""
     drafts_proposed: int = 0
     drafts_accepted: int = 0
     fill_seconds: float = 0.0
@@ -203,7 +202,7 @@ class Request:
             "prompt_tokens": len(self.prompt),
             "tokens": count,
             "forwards": self.forwards,
-            "head_fraction": self.head_rows / max(self.forwards * self.vocab_size, 1),
+            "head_fraction": self.head_read / max(self.forwards, 1),
             "queue_seconds": began - self.submitted if self.submitted else 0.0,
             "seconds": seconds,
             "tokens_per_second": count / seconds if seconds > 0 else 0.0,

@@ -378,7 +378,7 @@ def _decode_step(
     operands = (
         params,
         cache,
-        _array(jnp.int32, batch, queries + 3),
+        _array(jnp.int32, batch, queries + 4),
         _array(jnp.int32, batch),
         _array(jnp.int32, batch, queries, _num_words(vocab) + 1),
         Rows(*_sampling_operands(batch)),
@@ -399,7 +399,7 @@ def _decode_loop(
     operands = (
         params,
         cache,
-        _array(jnp.int32, batch, queries + 3),
+        _array(jnp.int32, batch, queries + 4),
         _array(jnp.int32, batch),
         Rows(*_sampling_operands(batch)),
         _array(jnp.int32),
@@ -423,7 +423,7 @@ def _loop_on_four(
     operands = (
         params,
         cache,
-        _array(jnp.int32, batch, queries + 3),
+        _array(jnp.int32, batch, queries + 4),
         _array(jnp.int32, batch),
         Rows(*_sampling_operands(batch)),
         _array(jnp.int32),

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from gkv_jax.models.config import ModelConfig
 from gkv_jax.models.protocol import Attend, Params
 from gkv_jax.rope import Rope
+from pallas_kernels.masked_head import project
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Llama:
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Hidden states ``[..., Dm]`` to float32 logits ``[..., V]``."""
         head = self.head(params)
-        return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+        return project(hidden.astype(head.dtype), head)
 
     def _attention(self, layer: Params, index: int, x: jax.Array, attend: Attend) -> jax.Array:
         batch, queries, _ = x.shape

@@ -43,9 +43,12 @@ class Decoder(Protocol):
         ...
 
     def head(self, params: Params) -> jax.Array:
-        """The LM head ``[V,Dm]``: the embedding, where the two are tied."""
+        """The LM head ``[V,Dm]``: the embedding, where the two are tied.
+
+        Decoding samples from ``hidden @ head.T`` and calls ``logits`` nowhere.
+        """
         ...
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """Hidden states ``[..., Dm]`` to float32 logits ``[..., V]``."""
+        """Hidden states ``[..., Dm]`` to float32 logits ``[..., V]``, for evaluation."""
         ...

@@ -26,8 +26,9 @@ def apply_token_bitmask(
 ) -> jax.Array:
     """Gives every token that its row's mask does not allow the lowest finite logit.
 
-    Allowed tokens and rows with `enabled = 0` come back unchanged. A row whose mask allows nothing
-    becomes a row of equal, finite values; that it is a dead end is for the mask's owner to see.
+    Allowed tokens come back unchanged; in rows with `enabled = 0` all are allowed. A row whose mask
+    allows nothing becomes a row of equal, finite values; that it is a dead end is for the mask's
+    owner to see.
     Where the caller has no further use for the logits (donated, or a temporary of the same jit),
     the kernels write in place. They expand the words in registers: no integer or boolean array of
     the logits' shape exists in device memory.
@@ -44,13 +45,13 @@ def apply_token_bitmask(
       bitmask: int32 `[..., W]` with `W = ceil(vocab_size / 32)`, in the format of XGrammar and
         LLGuidance: token `t` is bit `t & 31` of word `t >> 5`, 1 is allowed. Bits at and beyond
         `vocab_size` are ignored.
-      enabled: int32 `[...]`, 0 where the row has no grammar and stays as it is.
+      enabled: int32 `[...]`, 0 where the row has no grammar: every token is allowed.
       first_token: the token of `logits[..., 0]`, an int or an int32 scalar that may be traced: the
         first of the shard. A multiple of 32, unless `d2t` is given; a traced one that is not, or
         that is negative, allows nothing. With `d2t` it is a draft token.
       vocab_size: how many tokens the mask is for. None is V, and is only possible where the logits
         are over all of them. Logits of tokens from here on, which pad the last shard, are not
-        allowed.
+        allowed in any row.
       d2t: int32 `[V]`. Draft token `g` is the target token `g + d2t[i]`, where `g = first_token + i`
         counts through the whole draft vocabulary, and `i` through this shard. Target tokens outside
         the mask are not allowed.
@@ -81,10 +82,14 @@ def apply_token_bitmask(
     module = dispatch.choose("bitmask", implementation, reason_against)
     if logits.size == 0:
         return logits
-    if d2t is not None:
-        bitmask = words_of_drafts(bitmask, d2t, first_token, vocab_size)
-    elif not whole or vocab_size != logits.shape[-1]:
-        bitmask = words_of_shard(bitmask, logits.shape[-1], first_token, vocab_size)
+    if d2t is not None or not whole or vocab_size != logits.shape[-1]:
+        # In words, so that padding is no token of a row without a grammar either.
+        bitmask = jnp.where(enabled[..., None] == 0, -1, bitmask)
+        enabled = jnp.ones_like(enabled)
+        if d2t is not None:
+            bitmask = words_of_drafts(bitmask, d2t, first_token, vocab_size)
+        else:
+            bitmask = words_of_shard(bitmask, logits.shape[-1], first_token, vocab_size)
     masked: jax.Array = module.apply_token_bitmask(logits, bitmask, enabled)
     return masked
 

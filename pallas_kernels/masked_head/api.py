@@ -7,8 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.masked_head.project import project
 from pallas_kernels.masked_sample.api import check_sampling
 from pallas_kernels.masked_sample.rows import Rows
+
+__all__ = ["HeadSample", "masked_head", "project"]
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

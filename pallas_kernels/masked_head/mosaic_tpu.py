@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
-from pallas_kernels.masked_head import xla
+from pallas_kernels.masked_head.project import project
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import arithmetic
 from pallas_kernels.masked_sample import mosaic_tpu as sampler
@@ -82,7 +82,7 @@ def masked_head(
     """
 
     def dense() -> tuple[jax.Array, jax.Array]:
-        logits = xla.multiply(hidden, head)
+        logits = project(hidden, head)
         sample = functools.partial(sampler.masked_sample, interpret=interpret)
         return sample(logits, bitmask, enabled, positions, rows), jnp.int32(head.shape[0])
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
-from pallas_kernels.masked_head import xla
+from pallas_kernels.masked_head.project import project
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import arithmetic
 from pallas_kernels.masked_sample import triton as sampler
@@ -64,7 +64,7 @@ def masked_head(
     """
 
     def dense() -> tuple[jax.Array, jax.Array]:
-        logits = xla.multiply(hidden, head)
+        logits = project(hidden, head)
         sample = functools.partial(sampler.masked_sample, interpret=interpret)
         return sample(logits, bitmask, enabled, positions, rows), jnp.int32(head.shape[0])
 

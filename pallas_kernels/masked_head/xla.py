@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
+from pallas_kernels.masked_head.project import project
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import xla as sampler
 from pallas_kernels.masked_sample.rows import Rows
@@ -47,7 +48,7 @@ def masked_head(
     everything = jnp.int32(vocab_size)
 
     def at_once() -> tuple[jax.Array, jax.Array]:
-        logits = multiply(hidden, head)
+        logits = project(hidden, head)
         return sampler.masked_sample(logits, bitmask, enabled, positions, rows), everything
 
     # A slice of rows must fit a slice of words: other vocabularies (GPT-2's 50 257) go without.
@@ -70,15 +71,6 @@ def masked_head(
     return lax.switch(way, (active_only, many, at_once))
 
 
-def multiply(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """float32 logits `[B,N,S]` of `hidden [B,N,Dm]` and rows `head [S,Dm]`."""
-    # By default TPUs and GPUs multiply float32 in fewer bits than the kernels do.
-    precision = lax.Precision.HIGHEST if head.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "bnd,vd->bnv", hidden, head, precision=precision, preferred_element_type=jnp.float32
-    )
-
-
 def _visit(
     hidden: jax.Array,
     head: jax.Array,
@@ -95,7 +87,7 @@ def _visit(
         def one(index: jax.Array, best: sampler.Best) -> sampler.Best:
             # A tile that would stick out begins earlier: what is seen twice changes nothing.
             start = jnp.minimum(indices[index] * tile, head.shape[0] - tile)
-            logits = multiply(hidden, lax.dynamic_slice_in_dim(head, start, tile))
+            logits = project(hidden, lax.dynamic_slice_in_dim(head, start, tile))
             tokens = start + jnp.arange(tile, dtype=jnp.int32)
             is_legal = sampler.legal(words, start, tile)
             return sampler.better(best, score(logits, tokens, least), is_legal, tokens)

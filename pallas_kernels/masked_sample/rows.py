@@ -36,4 +36,5 @@ class Rows(NamedTuple):
     def inverse_temperature(self) -> jax.Array:
         """float32 `[B]`; 1 for greedy rows."""
         temperature = jnp.where(self.is_random, self.temperature, 1.0)
-        return arithmetic.reciprocal(jnp.maximum(temperature, 1e-37))  # of normal numbers only
+        # Not less: logits over it must not all become the largest float, and tie.
+        return arithmetic.reciprocal(jnp.maximum(temperature, 1e-30))

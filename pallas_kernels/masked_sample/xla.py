@@ -168,7 +168,9 @@ def least_kept(logits: jax.Array, is_legal: jax.Array, rows: Rows) -> jax.Array:
     keys = _pad_to_tiles(keys, arithmetic.LEAST_KEY)
     highest = jnp.max(keys, axis=-1, keepdims=True)
     everything = jnp.full(highest.shape, arithmetic.LEAST_KEY, jnp.int32)
-    top_k, top_p = rows.top_k[:, None, None], rows.top_p[:, None, None]
+    # What a row that is greedy would filter must cost the others nothing.
+    top_k = jnp.where(rows.is_filtered, rows.top_k, 0)[:, None, None]
+    top_p = jnp.where(rows.is_filtered, rows.top_p, 1.0)[:, None, None]
 
     def most_likely_k() -> jax.Array:
         def count(least: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from gkv_jax.cache import Cache, CacheSpec, init_cache
 from gkv_jax.decode import device_loop, prefill_chunk
 from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
-from gkv_jax.sampling import greedy_rows
+from gkv_jax.sampling import MAX_LOGPROBS, greedy_rows
 from gkv_jax.weights.parameters import parameters
 from tests.aot.hlo import Instruction, Program
 from tests.aot.topology import GENERATIONS, Generation, compile_for, tpu_devices
@@ -52,7 +52,7 @@ def spec_of(name: str, batch: int) -> CacheSpec:
 def shapes(spec: CacheSpec, batch: int) -> tuple[Any, Cache, Any, Any, Any, Any]:
     params = param_shapes()
     cache = jax.eval_shape(lambda: init_cache(spec, MODEL, batch, jnp.bfloat16))
-    answer = jax.ShapeDtypeStruct((batch, spec.queries + 3), jnp.int32)
+    answer = jax.ShapeDtypeStruct((batch, spec.queries + 4), jnp.int32)
     rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
     sampling = greedy_rows(batch)
     return params, cache, answer, rows, sampling, jax.ShapeDtypeStruct((), jnp.int32)
@@ -103,8 +103,9 @@ def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation
     words = CONFIG.vocab_size // 32 + 1
     dependence = where(body, "send", "bf16")  # a scalar of the hidden states
     masks = where(body, "recv", "s32", batch, spec.queries, words)
-    sampled = where(body, "send", "s32", batch, spec.queries + 2)
-    answer = where(body, "recv", "s32", batch, spec.queries + 3)
+    reported = spec.queries * (1 + 2 * MAX_LOGPROBS)
+    sampled = where(body, "send", "s32", batch, spec.queries + 2 + reported)
+    answer = where(body, "recv", "s32", batch, spec.queries + 4)
     layers = {
         layer: [
             at for at, i in enumerate(body) if i.opcode == "fusion" and f"layer{layer}/" in i.rest

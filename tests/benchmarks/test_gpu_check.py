@@ -304,7 +304,7 @@ class TestSections:
             detail="cpu: cpu", section="facts", case="", status="passed", figures={}
         )
         monkeypatch.setattr(command, "run_sections", lambda *_: [fake])
-        monkeypatch.setattr(report, "environment", dict)
+        monkeypatch.setattr(report, "environment", lambda commit: {})
         assert command.main(["--out", str(tmp_path)]) == command.EXIT_NO_GPU
         assert capsys.readouterr().out.splitlines()[-1].startswith("error: JAX sees no GPU here")
         assert list(tmp_path.iterdir()) == []
@@ -338,6 +338,12 @@ class TestSections:
         assert rows[3].detail == "exit status 7: a last word"
 
 
+def test_the_commit_may_be_given() -> None:
+    about = report.environment("abc")
+    assert about["commit"] == "abc"
+    assert about["versions"]["numpy"] == np.__version__
+
+
 def dry_run(folder: Path, *arguments: str) -> dict:
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run", "--out", folder, *arguments],
@@ -355,10 +361,10 @@ def dry_run(folder: Path, *arguments: str) -> dict:
     return results
 
 
-def test_dry_run_of_one_kernel(tmp_path: Path) -> None:
-    results = dry_run(tmp_path, "--only", "bitmask")
+def test_dry_run_of_some_sections(tmp_path: Path) -> None:
+    results = dry_run(tmp_path, "--only", "bitmask,decode:")
     sections = {row["section"] for row in results["rows"]}
-    assert sections == {"facts", "check:bitmask", "time:bitmask"}
+    assert sections == {"facts", "check:bitmask", "time:bitmask", "decode:2"}
 
 
 @pytest.mark.full

@@ -4,13 +4,16 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gkv_jax import CacheSpec, Engine, Guide, Result, Sampling, ScriptedDrafts, UserError
 from gkv_jax.cache import init_cache
-from gkv_jax.decode import prefill_chunk
+from gkv_jax.decode import _top_k_by_passes, prefill_chunk
 from gkv_jax.models.llama import Llama
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
@@ -147,13 +150,52 @@ def test_logprobs_with_drafts_and_in_a_stream(masked: Engine) -> None:
     assert [entry.token for entry in entries] == list(plain.tokens)
 
 
-def test_asking_compiles_once(masked: Engine, compiles: list[str]) -> None:
-    wishes = [Sampling(max_tokens=3), Sampling(max_tokens=3, logprobs=1)]
-    masked.generate(["a", "a"], sampling=wishes)
+def test_asking_compiles_nothing(masked: Engine, compiles: list[str]) -> None:
+    masked.warm_up()
     compiles.clear()
-    for sampling in wishes * 2:
-        masked.generate("a", sampling=sampling)
+    for logprobs in (1, None, 20):
+        masked.generate("a", sampling=Sampling(max_tokens=3, logprobs=logprobs))
     assert compiles == []
+
+
+def test_the_head_is_whole_only_while_a_request_asks(masked: Engine) -> None:
+    """The neighbour goes on when it has ended, without a pause of the loop."""
+    long = Sampling(max_tokens=60)
+    guide = Guide.regex("[0-9]{60}")
+    short = Sampling(max_tokens=2, logprobs=0)
+    result, asked = masked.generate(["n", "x"], guide=[guide, None], sampling=[long, short])
+    assert asked.stats["head_fraction"] == 1.0
+    assert result.stats["head_fraction"] < 0.2
+
+
+@pytest.fixture
+def _ordinary_promotion() -> Iterator[None]:
+    """Of dtypes, as users have it; for all threads, and so not by the context manager."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.mark.usefixtures("_ordinary_promotion")
+def test_parameters_of_several_dtypes() -> None:
+    """Norms in float32 beside bfloat16 weights: the hidden states are wider than the head."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim > 1 else leaf, PARAMS)
+    with Engine(MODEL, params, TOKENIZER, cache=SPEC, slots=2) as engine:
+        (result,) = engine.generate("x", guide=NARROW[1][1], sampling=Sampling(logprobs=1))
+    assert result.error is None
+    assert result.text in ("yes", "no", "perhaps")
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), k=st.integers(1, 20))
+def test_top_k_by_passes_is_top_k(seed: int, k: int) -> None:
+    """Ties too, and −∞: what runs on TPUs."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 4, (2, 2, 20)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    expected, actual = jax.lax.top_k(logits, k), _top_k_by_passes(jnp.asarray(logits), k)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("value", [-1, 21, 2.0, True])

@@ -362,8 +362,7 @@ def part_reference(logits, bitmask, enabled, vocab_size, d2t=None):
     bits = np.unpackbits(bitmask.astype("<i4").view(np.uint8), axis=-1, bitorder="little")
     inside = (tokens >= 0) & (tokens < vocab_size)
     allowed = np.zeros((*logits.shape[:-1], tokens.size), bool)
-    allowed[..., inside] = bits[..., tokens[inside]]
-    allowed |= enabled[..., None] == 0
+    allowed[..., inside] = bits[..., tokens[inside]] | (enabled[..., None] == 0)
     return np.where(allowed, logits, np.asarray(masked_logit(logits.dtype), logits.dtype))
 
 

@@ -46,6 +46,7 @@ def inputs_for(rows: list[tuple[list[int], int] | None], spec: CacheSpec) -> Ste
         tokens=jnp.asarray(tokens),
         n_drafts=jnp.array([len(e[0]) - 1 if e else 0 for e in rows], jnp.int32),
         active=jnp.array([e is not None for e in rows]),
+        logprobs=jnp.array(False),
         go=jnp.array(True),
         next_pos=jnp.array([e[1] if e else 0 for e in rows], jnp.int32),
     )
