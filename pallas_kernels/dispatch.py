@@ -2,8 +2,8 @@
 
 Every kernel is a package with one module per implementation: `xla` (plain `jax.numpy`, for every
 platform, and what the others are tested against), `mosaic_tpu` and `triton`. A module says what it
-takes by two functions: `supports_device(device)`, and `unsupported(...)` with the kernel's own
-operands, which returns a reason or None. The choice costs nothing at run time.
+takes by a function `unsupported(...)` of the kernel's own operands, which returns a reason or None.
+The choice costs nothing at run time.
 """
 
 import functools
@@ -25,6 +25,24 @@ _PREFERENCE: dict[str, tuple[Implementation, ...]] = {
     "cpu": (),
 }
 _log = logging.getLogger(__name__)
+
+
+def _is_tpu_v4_or_later(device: jax.Device) -> bool:
+    """Whether Mosaic has what the kernels ask of it, such as the gather of lanes."""
+    return device.platform == "tpu" and not device.device_kind.startswith(("TPU v2", "TPU v3"))
+
+
+def _is_ampere_or_later(device: jax.Device) -> bool:
+    """Whether Pallas lowers for it: an NVIDIA GPU of compute capability 8.0 or more, so no T4."""
+    # AMD devices report an architecture name here ("gfx942") and go to XLA.
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return major.isdecimal() and minor.isdecimal() and int(major) >= 8
+
+
+_RUNS_ON: dict[Implementation, Callable[[jax.Device], bool]] = {
+    "mosaic_tpu": _is_tpu_v4_or_later,
+    "triton": _is_ampere_or_later,
+}
 
 
 def choose(
@@ -64,7 +82,7 @@ def _best(kernel: str, reason_against: Callable[[ModuleType], str | None]) -> Mo
         except ImportError as error:  # a jaxlib without this Pallas backend, or one that dropped it
             _say_once(kernel, name, f"cannot be imported ({error})")
             continue
-        if not module.supports_device(device):
+        if not _RUNS_ON[name](device):
             _say_once(kernel, name, f"does not run on {device.device_kind}")
         elif reason := reason_against(module):
             _say_once(kernel, name, f"does not take {reason}")

@@ -55,11 +55,6 @@ MAX_BLOCKS_PER_LOOK = 32
 _ILLEGAL, _LEGAL = 1, 2  # what a block's words contain; both bits where they are mixed
 
 
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` has the lane gather: TPU v4 and later."""
-    return device.platform == "tpu" and not device.device_kind.startswith(("TPU v2", "TPU v3"))
-
-
 def unsupported(dtype: DTypeLike) -> str | None:
     """Why logits of `dtype` are not taken, or None: Mosaic loads no vectors of float16."""
     dtype = jnp.dtype(dtype)

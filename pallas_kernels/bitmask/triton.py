@@ -22,16 +22,6 @@ from pallas_kernels.bitmask.packed import BITS_PER_WORD, masked_logit
 
 BLOCK_W = 128  # words a program: 4096 tokens, 32 for each of its threads
 NUM_WARPS = 4
-MIN_COMPUTE_CAPABILITY = (8, 0)  # Pallas does not lower for older GPUs, such as the T4 (7.5)
-
-
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` is an NVIDIA GPU of compute capability 8.0 or more."""
-    # AMD devices report an architecture name here ("gfx942") and go to XLA.
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        return False
-    return (int(major), int(minor)) >= MIN_COMPUTE_CAPABILITY
 
 
 def unsupported(dtype: DTypeLike) -> str | None:

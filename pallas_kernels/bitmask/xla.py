@@ -13,11 +13,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.bitmask.packed import BITS_PER_WORD, masked_logit
 
 
-def supports_device(device: jax.Device) -> bool:
-    """True: XLA compiles this for every device."""
-    return True
-
-
 def unsupported(dtype: DTypeLike) -> str | None:
     """None: every floating dtype works."""
     return None

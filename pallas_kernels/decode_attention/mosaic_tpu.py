@@ -40,11 +40,6 @@ VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel gets by default on v4 and
 _INT32_MAX = 2**31 - 1
 
 
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` is a TPU v4 or later."""
-    return device.platform == "tpu" and not device.device_kind.startswith(("TPU v2", "TPU v3"))
-
-
 def unsupported(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,

@@ -22,21 +22,11 @@ from jax.typing import DTypeLike
 from pallas_kernels.decode_attention import xla
 from pallas_kernels.decode_attention.api import LOWEST, Attended
 
-MIN_COMPUTE_CAPABILITY = (8, 0)  # Pallas does not lower for older GPUs, such as the T4 (7.5)
 MIN_DOT = 16  # the least size of a dimension of a product
 # Programs that fill the largest GPUs (132 to 148 multiprocessors) about twice.
 PROGRAMS = 256
 TILE = 64 * 128  # elements of a block of K; see `_block_c`
 MAX_OUTPUT = 128 * 128  # elements of the running output, which lives in registers
-
-
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` is an NVIDIA GPU of compute capability 8.0 or more."""
-    # AMD devices report an architecture name here ("gfx942") and go to XLA.
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        return False
-    return (int(major), int(minor)) >= MIN_COMPUTE_CAPABILITY
 
 
 def unsupported(

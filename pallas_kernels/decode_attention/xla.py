@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from pallas_kernels.decode_attention.api import LOWEST, Attended
 
 
-def supports_device(device: jax.Device) -> bool:
-    """True: XLA compiles this for every device."""
-    return True
-
-
 def unsupported(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,

@@ -50,11 +50,6 @@ MAX_HIDDEN_BYTES = 2 << 20
 _ENABLED, _INVERSE, _IS_RANDOM, _HASH = range(4)
 
 
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` has the lane gather: TPU v4 and later."""
-    return sampler.supports_device(device)
-
-
 def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int) -> str | None:
     """Why such a head is not taken, or None: Mosaic loads no vectors of float16."""
     dtype = jnp.dtype(dtype)

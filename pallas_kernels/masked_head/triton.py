@@ -36,11 +36,6 @@ NUM_WARPS, NUM_STAGES = 4, 4
 Best = tuple[jax.Array, jax.Array]
 
 
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` is an NVIDIA GPU of compute capability 8.0 or more."""
-    return sampler.supports_device(device)
-
-
 def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int) -> str | None:
     """Why such a head is not taken, or None."""
     dtype = jnp.dtype(dtype)

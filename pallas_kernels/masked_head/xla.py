@@ -25,11 +25,6 @@ MOST_ACTIVE = 0.5
 """Share of active tiles up to which small ones are visited one by one."""
 
 
-def supports_device(device: jax.Device) -> bool:
-    """True: XLA compiles this for every device."""
-    return True
-
-
 def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int) -> str | None:
     """None: every floating dtype and shape works."""
     return None

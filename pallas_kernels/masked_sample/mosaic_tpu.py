@@ -51,11 +51,6 @@ _FILTERS, _BY_COUNT, _BY_MASS = 1, 2, 4
 T = TypeVar("T")
 
 
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` has the lane gather: TPU v4 and later."""
-    return device.platform == "tpu" and not device.device_kind.startswith(("TPU v2", "TPU v3"))
-
-
 def unsupported(dtype: DTypeLike, vocab_size: int) -> str | None:
     """Why such logits are not taken, or None: Mosaic loads no vectors of float16."""
     dtype = jnp.dtype(dtype)

@@ -28,16 +28,6 @@ BLOCK = 1024  # tokens: 8 for each thread
 NUM_WARPS = 4
 # Programs that fill the largest GPUs (132 to 148 multiprocessors) about four times.
 PROGRAMS = 512
-MIN_COMPUTE_CAPABILITY = (8, 0)  # Pallas does not lower for older GPUs, such as the T4 (7.5)
-
-
-def supports_device(device: jax.Device) -> bool:
-    """Whether `device` is an NVIDIA GPU of compute capability 8.0 or more."""
-    # AMD devices report an architecture name here ("gfx942") and go to XLA.
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        return False
-    return (int(major), int(minor)) >= MIN_COMPUTE_CAPABILITY
 
 
 def unsupported(dtype: DTypeLike, vocab_size: int) -> str | None:

@@ -25,11 +25,6 @@ from pallas_kernels.masked_sample.rows import Rows
 TILE = 4096  # tokens: 16 KiB of float32 a row
 
 
-def supports_device(device: jax.Device) -> bool:
-    """True: XLA compiles this for every device."""
-    return True
-
-
 def unsupported(dtype: DTypeLike, vocab_size: int) -> str | None:
     """None: every floating dtype and vocabulary works."""
     return None
