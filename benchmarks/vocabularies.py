@@ -22,15 +22,14 @@ def grown_tokenizer(tokenizer: Any, size: int, seed: int = 0) -> Any:
     vocab: dict[str, int] = state["model"]["vocab"]
     merges = state["model"]["merges"]
     words = [token for token in vocab if token.removeprefix("Ġ").isalpha() and token.isascii()]
-    starts = [
-        token for token in [*words, *(t for t in vocab if t.startswith("Ġ"))] if token in vocab
-    ]
+    for added in state["added_tokens"]:  # or they would be given new ids, after all others
+        vocab.setdefault(added["content"], added["id"])
     ends = [token for token in words if not token.startswith("Ġ")]
     rng = np.random.default_rng(seed)
     for _ in range(8 * size):
         if len(vocab) >= size:
             break
-        first, second = starts[rng.integers(len(starts))], ends[rng.integers(len(ends))]
+        first, second = words[rng.integers(len(words))], ends[rng.integers(len(ends))]
         if first + second not in vocab:
             vocab[first + second] = len(vocab)
             merges.append([first, second])

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, fill, overlap, perplexity
+from benchmarks import decode, fill, head, overlap, perplexity
 from benchmarks.common import interleaved, medians
+from benchmarks.vocabularies import grown_tokenizer
 from gkv_jax import CacheSpec
+from gkv_jax.models.llama import Llama
 from gkv_jax.weights import LoadedModel
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
@@ -34,6 +36,33 @@ def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:
     assert "".join(order) == "abababab"
     assert samples == {"a": [3.0, 5.0, 7.0], "b": [4.0, 6.0, 8.0]}
     assert medians(samples) == {"a": 5.0, "b": 6.0}
+
+
+def test_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A vocabulary of 4096, of which the tokenizer has 700: tiles, and steps without a string."""
+    monkeypatch.setattr(head, "FREE_TOKENS", 8)
+    config = text_config(vocab_size=4096)
+    model, tokenizer = Llama(config), grown_tokenizer(byte_tokenizer(), 700)
+    result = head.measure(model, random_params(config), tokenizer, 1, 1)
+    assert 0 < result["structural_steps"] <= result["steps"]
+    assert 0 < result["head_fraction"] < 0.5
+    head.report({"a tiny model": {1: result}})
+    out = capsys.readouterr().out
+    assert "structural steps" in out
+    assert "a tiny model, B=1: full / masked, document" in out
+
+
+def test_a_grown_tokenizer_is_a_tokenizer() -> None:
+    small = byte_tokenizer()
+    tokenizer = grown_tokenizer(small, 700)
+    assert len(tokenizer) == 700
+    text = "The quick brown fox {jumps: over} 1234 lazy dogs; naïve café."
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) < len(small.encode(text))
+    assert max(tokens) > len(small)
+    with pytest.raises(ValueError, match="size: 100000 tokens asked for"):
+        grown_tokenizer(small, 100_000)
 
 
 def test_decode(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
