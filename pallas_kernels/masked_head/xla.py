@@ -1,12 +1,8 @@
-"""The portable implementation: loops over tiles of the head, their number decided by the masks.
+"""The portable implementation: a loop over the tiles of the head in which some row has a legal token.
 
 Measured on CPUs: a tile of 64 rows costs no more per row than one product with the whole head, so
-small tiles follow the masks closely. Where most tiles are active, a batch multiplies tiles of 2048
-(faster than one product with the whole head, which writes the logits out and reads them again), and
-a single row the whole head at once.
+small tiles follow the masks closely. Where most are active it is that product.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +15,11 @@ from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import xla as sampler
 from pallas_kernels.masked_sample.rows import Rows
 
-SMALL_TILE = 64
-LARGE_TILE = 2048
+TILE = 64
 MOST_ACTIVE = 0.5
-"""Share of active tiles up to which small ones are visited one by one."""
+"""Share of active tiles up to which they are visited one by one."""
+MIN_VOCABULARY = 2048
+"""Below it there is nothing to save."""
 
 
 def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int) -> str | None:
@@ -47,23 +44,17 @@ def masked_head(
         return sampler.masked_sample(logits, bitmask, enabled, positions, rows), everything
 
     # A slice of rows must fit a slice of words: other vocabularies (GPT-2's 50 257) go without.
-    if vocab_size % BITS_PER_WORD or vocab_size < LARGE_TILE:
+    if vocab_size % BITS_PER_WORD or vocab_size < MIN_VOCABULARY:
         return at_once()
     words = sampler.effective_words(bitmask, enabled, vocab_size)
-    indices, count = active_tiles(words, SMALL_TILE)
-    visit = functools.partial(_visit, hidden, head, words, positions, rows)
+    indices, count = active_tiles(words, TILE)
 
     def active_only() -> tuple[jax.Array, jax.Array]:
-        return visit(SMALL_TILE, indices, count), jnp.minimum(count * SMALL_TILE, everything)
-
-    def in_large_tiles() -> tuple[jax.Array, jax.Array]:
-        number = -(-vocab_size // LARGE_TILE)
-        return visit(LARGE_TILE, jnp.arange(number, dtype=jnp.int32), number), everything
+        tokens = _visit(hidden, head, words, positions, rows, indices, count)
+        return tokens, jnp.minimum(count * TILE, everything)
 
     few = count <= int(MOST_ACTIVE * indices.shape[0])
-    many = at_once if positions.size == 1 else in_large_tiles
-    way = jnp.where(jnp.any(rows.is_filtered), 2, jnp.where(few, 0, 1))
-    return lax.switch(way, (active_only, many, at_once))
+    return lax.cond(few & ~jnp.any(rows.is_filtered), active_only, at_once)
 
 
 def _visit(
@@ -72,19 +63,18 @@ def _visit(
     words: jax.Array,
     positions: jax.Array,
     rows: Rows,
-    tile: int,
     indices: jax.Array,
-    count: jax.Array | int,
+    count: jax.Array,
 ) -> jax.Array:
     """The tokens sampled from the first `count` tiles that `indices` names, int32 `[B,N]`."""
 
     def visit(score: sampler.Score, least: jax.Array) -> jax.Array:
         def one(index: jax.Array, best: sampler.Best) -> sampler.Best:
             # A tile that would stick out begins earlier: what is seen twice changes nothing.
-            start = jnp.minimum(indices[index] * tile, head.shape[0] - tile)
-            logits = project(hidden, lax.dynamic_slice_in_dim(head, start, tile))
-            tokens = start + jnp.arange(tile, dtype=jnp.int32)
-            is_legal = sampler.legal(words, start, tile)
+            start = jnp.minimum(indices[index] * TILE, head.shape[0] - TILE)
+            logits = project(hidden, lax.dynamic_slice_in_dim(head, start, TILE))
+            tokens = start + jnp.arange(TILE, dtype=jnp.int32)
+            is_legal = sampler.legal(words, start, TILE)
             return sampler.better(best, score(logits, tokens, least), is_legal, tokens)
 
         return lax.fori_loop(0, count, one, sampler.Best.none(positions.shape)).token

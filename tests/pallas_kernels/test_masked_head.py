@@ -109,13 +109,13 @@ class Operands:
     def tile(self, name: str) -> int:
         if name == "mosaic_tpu":
             return mosaic_tpu.Blocks.of(self.hidden, self.head).tile
-        return {"xla": xla.SMALL_TILE, "triton": triton.TILE}[name]
+        return {"xla": xla.TILE, "triton": triton.TILE}[name]
 
     def rows_read(self, name: str) -> int:
         vocab_size = len(self.head)
         active = self.active(self.tile(name))
         if name == "xla" and (
-            vocab_size % 32 or vocab_size < xla.LARGE_TILE or 2 * active.sum() > active.size
+            vocab_size % 32 or vocab_size < xla.MIN_VOCABULARY or 2 * active.sum() > active.size
         ):
             return vocab_size
         return min(active.sum() * self.tile(name), vocab_size)
