@@ -62,6 +62,7 @@ format: $(VENV)/installed  ## let ruff fix what it can
 bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.head
+	$(BIN)/python -m benchmarks.sampling
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.perplexity
 	$(BIN)/python -m benchmarks.fill

@@ -10,6 +10,7 @@ different rows fall together as they would.
 
 import contextlib
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Params
 from gkv_jax.request import Piece, Request
 from gkv_jax.weights import LoadedModel, load_model
-from gkv_jax.weights.parameters import parameters
+from gkv_jax.weights.parameters import Parameter, tree_of
 
 SPEC = CacheSpec(sinks=4, window=252)
 LEAST_SPEEDUP = 1.3
@@ -90,17 +91,15 @@ def gemma_shaped(tokenizer: Any) -> tuple[Llama, Params, Any]:
         bos_token_id=None,
         eos_token_ids=(tokenizer.eos_token_id,),
     )
-    params: dict[str, Any] = {"layers": [{} for _ in range(config.num_layers)]}
-    keys = iter(jax.random.split(jax.random.key(0), len(list(parameters(config)))))
-    for leaf in parameters(config):
-        place = params if leaf.layer is None else params["layers"][leaf.layer]
-        scale = leaf.shape[-1] ** -0.5
-        place[leaf.name] = (
-            jnp.ones(leaf.shape)
-            if len(leaf.shape) == 1
-            else scale * jax.random.normal(next(keys), leaf.shape)
-        )
-    return Llama(config), Llama.from_checkpoint(params), grown_tokenizer(tokenizer, 262_144)
+    seeds = itertools.count()
+
+    def make(leaf: Parameter) -> jax.Array:
+        if len(leaf.shape) == 1:
+            return jnp.ones(leaf.shape)
+        return leaf.shape[-1] ** -0.5 * jax.random.normal(jax.random.key(next(seeds)), leaf.shape)
+
+    params = Llama.from_checkpoint(tree_of(config, make))
+    return Llama(config), params, grown_tokenizer(tokenizer, 262_144)
 
 
 def models(loaded: LoadedModel) -> dict[str, tuple[Llama, Params, Any]]:

@@ -3,7 +3,7 @@
     while any row is active:
         hidden  = forward(tokens)                    the last accepted token and drafts, N per row
         masks   = collect()                          filled by the host meanwhile
-        sampled = masked_head(hidden, masks)         the output, whatever the drafts were
+        sampled = sample(head(hidden) under masks)   the output, whatever the drafts were
         n_new   = 1 + drafts that equal it           and so many positions are kept
         tokens  = submit(sampled, n_new)             the host accepts, stops, streams, proposes
 
@@ -24,7 +24,7 @@ from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, SnapKVAttend, StepAtten
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import MAX_LOGPROBS
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.masked_head import masked_head, project
+from pallas_kernels.masked_head import project, sample_active
 from pallas_kernels.masked_sample import Rows, masked_sample
 
 Head = Literal["masked", "full"]
@@ -121,23 +121,15 @@ def choose(
     enabled = jnp.where(inputs.real, masks[..., -1], 1)
     weights = model.head(params)
     hidden = hidden.astype(weights.dtype)  # norms may be kept in a wider one
-    operands = (words, enabled, inputs.positions)
+    operands = (words, enabled, inputs.positions, sampling)
 
     def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Constants, for which the compiler drops what masked_head would do for filters.
-        unfiltered = sampling._replace(
-            top_k=jnp.zeros_like(sampling.top_k),
-            top_p=jnp.ones_like(sampling.top_p),
-            min_p=jnp.zeros_like(sampling.min_p),
-        )
-        sampled, rows_read = masked_head(
-            hidden, weights, *operands, unfiltered, implementation=kernel
-        )
+        sampled, rows_read = sample_active(hidden, weights, *operands, implementation=kernel)
         return sampled, rows_read, no_logprobs
 
     def whole() -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = project(hidden, weights)
-        sampled = masked_sample(logits, *operands, sampling, implementation=kernel)
+        sampled = masked_sample(logits, *operands, implementation=kernel)
         wanted = jax.lax.cond(
             inputs.logprobs, lambda: top_logprobs(logits, sampled), lambda: no_logprobs
         )
@@ -171,7 +163,7 @@ def top_logprobs(logits: jax.Array, sampled: jax.Array) -> jax.Array:
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     own = jnp.take_along_axis(logits, sampled[..., None], axis=-1)
     count = min(logits.shape[-1], MAX_LOGPROBS)
-    # XLA:TPU sorts for top_k, and takes half a minute to compile that for a large vocabulary.
+    # XLA:TPU sorts for top_k, which for a large vocabulary takes longer to compile than the loop.
     highest, tokens = jax.lax.platform_dependent(
         logits,
         tpu=lambda logits: _top_k_by_passes(logits, count),

@@ -323,7 +323,7 @@ def _decoder(
     from gkv_jax.cache import CacheSpec, init_cache
     from gkv_jax.models.config import ModelConfig, RopeConfig
     from gkv_jax.models.llama import Llama
-    from gkv_jax.weights.parameters import parameters
+    from gkv_jax.weights.parameters import tree_of
 
     config = ModelConfig(
         architecture="llama",
@@ -343,13 +343,9 @@ def _decoder(
         bos_token_id=None,
         eos_token_ids=(0,),
     )
-    params: dict[str, Any] = {"layers": [{} for _ in range(config.num_layers)]}
-    for leaf in parameters(config):
-        if leaf.layer is None:
-            params[leaf.name] = _array(dtype, *leaf.shape)
-        else:  # [in, out], see Llama.from_checkpoint
-            params["layers"][leaf.layer][leaf.name] = _array(dtype, *leaf.shape[::-1])
     model = Llama(config)
+    stored = tree_of(config, lambda leaf: _array(dtype, *leaf.shape))
+    params = jax.eval_shape(model.from_checkpoint, stored)
     spec = CacheSpec(sinks=4, window=capacity - 3 - queries, max_drafts=queries - 1)
     cache = jax.eval_shape(lambda: init_cache(spec, model, batch, dtype))
     return model, spec, params, cache

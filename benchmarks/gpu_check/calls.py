@@ -12,13 +12,13 @@ from pallas_kernels import dispatch
 from pallas_kernels.bitmask import apply_token_bitmask
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.masked_head import masked_head
+from pallas_kernels.masked_head import sample_active
 from pallas_kernels.masked_sample import masked_sample
 
 _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
     "bitmask": (apply_token_bitmask, "apply_token_bitmask"),
     "masked_sample": (masked_sample, "masked_sample"),
-    "masked_head": (masked_head, "masked_head"),
+    "masked_head": (sample_active, "sample_active"),
     "decode_attention": (decode_attention, "decode_attention"),
 }
 

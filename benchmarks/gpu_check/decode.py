@@ -9,6 +9,7 @@ Beside them stands the same step without any conversation with the host.
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import statistics
 import sys
 import time
@@ -39,7 +40,7 @@ from gkv_jax.models.config import ModelConfig, RopeConfig
 from gkv_jax.models.llama import Llama
 from gkv_jax.request import Piece, Request
 from gkv_jax.sampling import Sampling, greedy_rows
-from gkv_jax.weights.parameters import parameters
+from gkv_jax.weights.parameters import Parameter, tree_of
 from grammar_host.backends.base import EngineMatcher
 from grammar_host.matcher import GrammarMatcher
 
@@ -139,13 +140,14 @@ def random_model(scale: Scale, dtype: str) -> tuple[Llama, Any]:
     def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return (scale.hidden**-0.5 * jax.random.normal(key, shape)).astype(dtype)
 
-    params: dict[str, Any] = {"layers": [{} for _ in range(config.num_layers)]}
-    for index, leaf in enumerate(parameters(config)):
-        place = params if leaf.layer is None else params["layers"][leaf.layer]
-        shape = leaf.shape if leaf.layer is None else leaf.shape[::-1]  # [in, out], as Llama has it
-        ones = jnp.ones(shape, dtype)
-        place[leaf.name] = ones if len(shape) == 1 else normal(jax.random.key(index), shape)
-    return Llama(config), params
+    seeds = itertools.count()
+
+    def make(leaf: Parameter) -> jax.Array:
+        if len(leaf.shape) == 1:
+            return jnp.ones(leaf.shape, dtype)
+        return normal(jax.random.key(next(seeds)), leaf.shape)
+
+    return Llama(config), Llama.from_checkpoint(tree_of(config, make))
 
 
 class Bench:
@@ -189,8 +191,8 @@ class Bench:
                 prompt=(17 + row,),
                 sampling=Sampling(max_tokens=tokens),
                 stop_token_ids=frozenset(),
-                text_stream=NoText(),  # type: ignore[arg-type]
-                grammar=grammar(kind, self._model.vocab_size),  # type: ignore[arg-type]
+                text_stream=NoText(),  # type: ignore[arg-type]  # there is no tokenizer
+                grammar=grammar(kind, self._model.vocab_size),  # type: ignore[arg-type]  # nor an engine
             )
             for row in range(self._batch)
         ]

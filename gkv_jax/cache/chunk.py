@@ -9,10 +9,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gkv_jax.cache.attention import QueryRotation, attention
-from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, visible, write
+from gkv_jax.cache.rotation import QueryRotation
+from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, write
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.rope import Rope
+from pallas_kernels.decode_attention.xla import attend, visible
 
 
 class ChunkAttend:
@@ -47,8 +48,8 @@ class ChunkAttend:
         near = positions[None, :] > positions[:, None] - spec.window
         is_sink = positions < spec.sinks
         among &= real[None, :] & (is_sink[None, :] | near)
-        earlier = visible(spec, view.slot_pos, positions[None])
-        self._visible = jnp.concatenate([earlier, among[None]], axis=-1)
+        earlier = visible(view.slot_pos, positions[None], prefix=spec.prefix, window=spec.window)
+        self._seen = jnp.concatenate([earlier, among[None, None]], axis=-1)
         self._in_prefix = jnp.concatenate([jnp.arange(spec.capacity) < spec.prefix, is_sink])
 
         # A chunk longer than the ring writes only its end: two tokens in one slot have no order.
@@ -67,13 +68,15 @@ class ChunkAttend:
                 before, k=write(before.k, row, slots, k), v=write(before.v, row, slots, v)
             )
         )
-        return attention(
+        attended = attend(
             self._rotation.queries(q),
             jnp.concatenate([before.k[self._row][None], k.swapaxes(1, 2)], axis=2),
             jnp.concatenate([before.v[self._row][None], v.swapaxes(1, 2)], axis=2),
-            self._visible,
+            self._seen,
             self._in_prefix,
+            scale=q.shape[-1] ** -0.5,
         )
+        return attended.out
 
     @property
     def cache(self) -> Cache:

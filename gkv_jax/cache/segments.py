@@ -140,13 +140,6 @@ def write(buffer: jax.Array, rows: jax.Array, slots: jax.Array, values: jax.Arra
     return buffer.at[rows[:, :, None], heads, slots].set(values.astype(buffer.dtype), mode="drop")
 
 
-def visible(spec: CacheSpec, slot_pos: jax.Array, positions: jax.Array) -> jax.Array:
-    """Which slots each query may see: bool ``[B,N,C]`` from ``slot_pos [B,C]``, ``positions [B,N]``."""
-    held, at = slot_pos[:, None, :], positions[:, :, None]
-    in_prefix = (jnp.arange(spec.capacity) < spec.prefix)[None, None, :]
-    return (held >= 0) & (held <= at) & (in_prefix | (held > at - spec.window))
-
-
 def ranks_of(spec: CacheSpec, cache: Cache, positions: jax.Array) -> jax.Array | None:
     """Rank of a query at ``positions [B,N]`` among the cached tokens, int32 ``[B,N]``.
 

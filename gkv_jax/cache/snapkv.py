@@ -15,10 +15,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gkv_jax.cache.attention import QueryRotation, attention
+from gkv_jax.cache.rotation import QueryRotation
 from gkv_jax.cache.segments import EMPTY, Cache, LayerCache
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.rope import Rope, rotate
+from pallas_kernels.decode_attention.xla import attend
 
 _QUERY_BLOCK = 256  # queries per attention block: memory is one block by L, not L by L
 
@@ -152,7 +153,10 @@ def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     def one(start: jax.Array) -> jax.Array:
         at = start + jnp.arange(block)
         mask = positions[None, :] <= at[:, None]
-        return attention((q[:, at],), keys, values, mask[None], nowhere)
+        attended = attend(
+            (q[:, at],), keys, values, mask[None, None], nowhere, scale=q.shape[-1] ** -0.5
+        )
+        return attended.out
 
     blocks = jax.lax.map(one, jnp.arange(0, padded, block))
     return blocks.reshape(q.shape)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gkv_jax.cache.attention import QueryRotation
+from gkv_jax.cache.rotation import QueryRotation
 from gkv_jax.cache.segments import Cache, LayerCache, ranks_of, slots_of, write
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.rope import Rope

@@ -103,6 +103,15 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
         yield Parameter("head", None, "lm_head.weight", "output.weight", (vocab, hidden))
 
 
+def tree_of(config: ModelConfig, make: Callable[[Parameter], Any]) -> Params:
+    """The parameter tree with what ``make`` gives for each leaf."""
+    tree: Params = {"layers": [{} for _ in range(config.num_layers)]}
+    for leaf in parameters(config):
+        place = tree if leaf.layer is None else tree["layers"][leaf.layer]
+        place[leaf.name] = make(leaf)
+    return tree
+
+
 def placer(
     dtype: str, device: jax.Device | jax.sharding.Sharding | None = None
 ) -> Callable[[str, np.ndarray], jax.Array]:
@@ -138,8 +147,8 @@ def fill_params(
     """
     wanted = list(parameters(config))
     _compare_names(config, {leaf.key(naming) for leaf in wanted}, set(tensors), naming)
-    params: Params = {"layers": [{} for _ in range(config.num_layers)]}
-    for leaf in wanted:
+
+    def read(leaf: Parameter) -> Any:
         key = leaf.key(naming)
         array = tensors[key]
         if array.shape != leaf.shape:
@@ -149,9 +158,9 @@ def fill_params(
             )
         if leaf.name == "embed" and config.tie_word_embeddings:
             _check_tied_head(array, tensors, naming)
-        node = params if leaf.layer is None else params["layers"][leaf.layer]
-        node[leaf.name] = place(key, array)
-    return params
+        return place(key, array)
+
+    return tree_of(config, read)
 
 
 def to_hf_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:

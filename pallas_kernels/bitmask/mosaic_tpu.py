@@ -17,11 +17,10 @@ before; a step with nothing to move is therefore given the next block that moves
 The words are read twice for this, once more than before, which is 1/64 of the traffic of float32
 logits. A list has to name some block: where a half of the grid has none, its first is rewritten as is.
 
-The lists are made by a kernel because XLA schedules some fifteen operations for them and rates each
-at 1800 cycles or more, even on a dozen integers: 30 µs by the compiler's account, for masking that
-moves 8 rows of Qwen 3's vocabulary in and out in 12 µs (float32, v5e). By the same account the one
-kernel costs about 2 µs, half of what it takes to move 8 rows of 49152. So logits of less than
-`MIN_BYTES_TO_SKIP` are masked without lists, every block read and written.
+The lists are made by a kernel because XLA schedules a chain of small operations for them, and by the
+compiler's account each has a price however few integers it is for: together more than the masking
+that they save. One kernel still has a price, so logits of less than `MIN_BYTES_TO_SKIP` are masked
+without lists, every block read and written.
 """
 
 import functools

@@ -156,7 +156,8 @@ def decode_attention(
     slot_sums = None
     if return_slot_sums:
         # From the scores once more: kept in the kernel, they would be written and read unnormalised.
-        s = xla.scores(queries, k, prefix=prefix, soft_cap=soft_cap, scale=scale)
+        in_prefix = jnp.arange(capacity) < prefix
+        s = xla.scores(queries, k, in_prefix=in_prefix, soft_cap=soft_cap, scale=scale)
         by_head = lse.reshape(batch, n, kv_heads, groups).swapaxes(1, 2)[..., None]
         seen = xla.visible(slot_pos, positions, prefix=prefix, window=window)[:, :, :, None, :]
         p = jnp.where(seen, jnp.exp(s - by_head), 0.0)

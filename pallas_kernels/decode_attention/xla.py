@@ -37,10 +37,45 @@ def decode_attention(
     return_slot_sums: bool,
 ) -> Attended:
     """See `pallas_kernels.decode_attention.decode_attention`, which has checked the operands."""
+    return attend(
+        queries,
+        k,
+        v,
+        visible(slot_pos, positions, prefix=prefix, window=window),
+        jnp.arange(k.shape[2]) < prefix,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        scale=scale,
+        return_lse=return_lse,
+        return_slot_sums=return_slot_sums,
+    )
+
+
+def attend(
+    queries: tuple[jax.Array, ...],
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    in_prefix: jax.Array,
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    return_slot_sums: bool = False,
+) -> Attended:
+    """Attention under any mask, for keys that do not lie in a cache (alone).
+
+    Args:
+      queries, k, v: as in `decode_attention`, with any number C of keys.
+      seen: which keys each query sees, bool `[B,1 or Hk,N,C]`.
+      in_prefix: bool `[C]`, the keys that the second rotation of the queries is for.
+      scale, sinks, soft_cap, return_lse, return_slot_sums: as in `decode_attention`.
+    """
     batch, n, heads, dim = queries[0].shape
     dtype = queries[0].dtype
-    logits = scores(queries, k, prefix=prefix, soft_cap=soft_cap, scale=scale)
-    mask = visible(slot_pos, positions, prefix=prefix, window=window)[:, :, :, None, :]
+    logits = scores(queries, k, in_prefix=in_prefix, soft_cap=soft_cap, scale=scale)
+    mask = seen[:, :, :, None, :]
     logits = jnp.where(mask, logits, LOWEST)
     highest = logits.max(axis=-1)
     if sinks is not None:
@@ -72,13 +107,13 @@ def scores(
     queries: tuple[jax.Array, ...],
     k: jax.Array,
     *,
-    prefix: int,
+    in_prefix: jax.Array,
     soft_cap: float | None,
     scale: float,
 ) -> jax.Array:
     """Scores of all slots, visible or not: float32 `[B,Hk,N,G,C]`."""
     batch, n, _, dim = queries[0].shape
-    kv_heads, capacity = k.shape[1:3]
+    kv_heads = k.shape[1]
     # Both rotations meet all keys in one product (K is read once), then each slot picks its own:
     # slicing K into segments would copy it.
     stacked = jnp.concatenate([q.reshape(batch, n, kv_heads, -1, dim) for q in queries], axis=3)
@@ -88,8 +123,7 @@ def scores(
     if len(queries) == 2:
         groups = stacked.shape[3] // 2
         at_text, at_rank = logits[..., :groups, :], logits[..., groups:, :]
-        in_prefix = (jnp.arange(capacity) < prefix)[None, None, None, None, :]
-        logits = jnp.where(in_prefix, at_rank, at_text)
+        logits = jnp.where(in_prefix[None, None, None, None, :], at_rank, at_text)
     logits = logits * scale
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 

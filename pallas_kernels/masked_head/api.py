@@ -1,5 +1,6 @@
 """Checks the operands of `masked_head` and picks the implementation that runs it."""
 
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -8,10 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.masked_head.project import project
-from pallas_kernels.masked_sample.api import check_sampling
+from pallas_kernels.masked_sample.api import check_sampling, masked_sample
 from pallas_kernels.masked_sample.rows import Rows
-
-__all__ = ["HeadSample", "masked_head", "project"]
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -55,6 +54,62 @@ def masked_head(
       ValueError: an operand has a wrong dtype or shape, `implementation` is no known name, or the
         one named does not take these operands. The message begins with the argument's name.
     """
+    _check(hidden, head, bitmask, enabled, positions, rows)
+    _choose(hidden, head, implementation)  # what it refuses, it refuses here and not in a branch
+
+    def with_logits() -> HeadSample:
+        tokens = masked_sample(
+            project(hidden, head), bitmask, enabled, positions, rows, implementation=implementation
+        )
+        return HeadSample(tokens, jnp.int32(head.shape[0]))
+
+    def in_tiles() -> HeadSample:
+        return sample_active(
+            hidden, head, bitmask, enabled, positions, rows, implementation=implementation
+        )
+
+    return jax.lax.cond(jnp.any(rows.is_filtered), with_logits, in_tiles)
+
+
+def sample_active(
+    hidden: jax.Array,
+    head: jax.Array,
+    bitmask: jax.Array,
+    enabled: jax.Array,
+    positions: jax.Array,
+    rows: Rows,
+    *,
+    implementation: Implementation | None = None,
+) -> HeadSample:
+    """`masked_head` of rows whose filters are ignored: for callers that have logits for the others.
+
+    Arguments and errors are those of `masked_head`.
+    """
+    _check(hidden, head, bitmask, enabled, positions, rows)
+    module = _choose(hidden, head, implementation)
+    if positions.size == 0:
+        return HeadSample(positions, jnp.int32(0))
+    return HeadSample(*module.sample_active(hidden, head, bitmask, enabled, positions, rows))
+
+
+def _choose(
+    hidden: jax.Array, head: jax.Array, implementation: Implementation | None
+) -> ModuleType:
+    return dispatch.choose(
+        "masked_head",
+        implementation,
+        lambda module: module.unsupported(head.dtype, hidden.shape, head.shape[0]),
+    )
+
+
+def _check(
+    hidden: jax.Array,
+    head: jax.Array,
+    bitmask: jax.Array,
+    enabled: jax.Array,
+    positions: jax.Array,
+    rows: Rows,
+) -> None:
     if hidden.dtype not in _DTYPES or hidden.shape[:-1] != positions.shape:
         raise ValueError(
             f"hidden: must be float [B,N,Dm] with B, N = {list(positions.shape)} as in positions, "
@@ -65,14 +120,3 @@ def masked_head(
             f"head: must be {hidden.dtype} [V,{hidden.shape[-1]}], got {head.dtype} {list(head.shape)}"
         )
     check_sampling(bitmask, enabled, positions, rows, head.shape[0])
-    module = dispatch.choose(
-        "masked_head",
-        implementation,
-        lambda module: module.unsupported(head.dtype, hidden.shape, head.shape[0]),
-    )
-    if positions.size == 0:
-        return HeadSample(positions, jnp.int32(0))
-    sample: HeadSample = HeadSample(
-        *module.masked_head(hidden, head, bitmask, enabled, positions, rows)
-    )
-    return sample

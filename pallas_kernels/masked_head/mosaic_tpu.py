@@ -28,7 +28,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
-from pallas_kernels.masked_head.project import project
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import arithmetic
 from pallas_kernels.masked_sample import mosaic_tpu as sampler
@@ -60,33 +59,6 @@ def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int
     return None
 
 
-def masked_head(
-    hidden: jax.Array,
-    head: jax.Array,
-    bitmask: jax.Array,
-    enabled: jax.Array,
-    positions: jax.Array,
-    rows: Rows,
-    *,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.masked_head.masked_head`, which has checked the operands.
-
-    `interpret` runs the kernels without a TPU: True through XLA, `InterpretParams` with TPU memory
-    semantics (there, rows and V must fill whole blocks).
-    """
-
-    def dense() -> tuple[jax.Array, jax.Array]:
-        logits = project(hidden, head)
-        sample = functools.partial(sampler.masked_sample, interpret=interpret)
-        return sample(logits, bitmask, enabled, positions, rows), jnp.int32(head.shape[0])
-
-    def fused() -> tuple[jax.Array, jax.Array]:
-        return sample_active(hidden, head, bitmask, enabled, positions, rows, interpret=interpret)
-
-    return lax.cond(jnp.any(rows.is_filtered), dense, fused)
-
-
 def sample_active(
     hidden: jax.Array,
     head: jax.Array,
@@ -97,7 +69,11 @@ def sample_active(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`masked_head` of rows whose filters are ignored."""
+    """See `pallas_kernels.masked_head.sample_active`, which has checked the operands.
+
+    `interpret` runs the kernels without a TPU: True through XLA, `InterpretParams` with TPU memory
+    semantics (there, rows and V must fill whole blocks).
+    """
     blocks = Blocks.of(hidden, head)
     words = definition.effective_words(bitmask, enabled, blocks.vocab_size)
     indices, count = active_tiles(words, blocks.tile)  # all that these words are needed for

@@ -21,10 +21,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
-from pallas_kernels.masked_head.project import project
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import arithmetic
-from pallas_kernels.masked_sample import triton as sampler
 from pallas_kernels.masked_sample import xla as definition
 from pallas_kernels.masked_sample.rows import Rows
 
@@ -43,32 +41,6 @@ def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int
     return None if taken else f"a head of {dtype}"
 
 
-def masked_head(
-    hidden: jax.Array,
-    head: jax.Array,
-    bitmask: jax.Array,
-    enabled: jax.Array,
-    positions: jax.Array,
-    rows: Rows,
-    *,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.masked_head.masked_head`, which has checked the operands.
-
-    `interpret` runs the kernels through XLA, without a GPU.
-    """
-
-    def dense() -> tuple[jax.Array, jax.Array]:
-        logits = project(hidden, head)
-        sample = functools.partial(sampler.masked_sample, interpret=interpret)
-        return sample(logits, bitmask, enabled, positions, rows), jnp.int32(head.shape[0])
-
-    def fused() -> tuple[jax.Array, jax.Array]:
-        return sample_active(hidden, head, bitmask, enabled, positions, rows, interpret=interpret)
-
-    return lax.cond(jnp.any(rows.is_filtered), dense, fused)
-
-
 def sample_active(
     hidden: jax.Array,
     head: jax.Array,
@@ -79,7 +51,10 @@ def sample_active(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`masked_head` of rows whose filters are ignored."""
+    """See `pallas_kernels.masked_head.sample_active`, which has checked the operands.
+
+    `interpret` runs the kernels through XLA, without a GPU.
+    """
     (vocab_size, features), num_rows = head.shape, positions.size
     words = definition.effective_words(bitmask, enabled, vocab_size)
     _, count = active_tiles(words, TILE)

@@ -1,7 +1,7 @@
 """The portable implementation: a loop over the tiles of the head in which some row has a legal token.
 
-Measured on CPUs: a tile of 64 rows costs no more per row than one product with the whole head, so
-small tiles follow the masks closely. Where most are active it is that product.
+Small tiles follow the masks closely. Where most of them are active, the head is multiplied as a whole,
+which then costs nothing beside `Engine(head="full")` (`python -m benchmarks.head`).
 """
 
 import jax
@@ -27,7 +27,7 @@ def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int
     return None
 
 
-def masked_head(
+def sample_active(
     hidden: jax.Array,
     head: jax.Array,
     bitmask: jax.Array,
@@ -35,13 +35,14 @@ def masked_head(
     positions: jax.Array,
     rows: Rows,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.masked_head.masked_head`, which has checked the operands."""
+    """See `pallas_kernels.masked_head.sample_active`, which has checked the operands."""
     vocab_size = head.shape[0]
     everything = jnp.int32(vocab_size)
 
     def at_once() -> tuple[jax.Array, jax.Array]:
         logits = project(hidden, head)
-        return sampler.masked_sample(logits, bitmask, enabled, positions, rows), everything
+        unfiltered = rows.without_filters
+        return sampler.masked_sample(logits, bitmask, enabled, positions, unfiltered), everything
 
     # A slice of rows must fit a slice of words: other vocabularies (GPT-2's 50 257) go without.
     if vocab_size % BITS_PER_WORD or vocab_size < MIN_VOCABULARY:
@@ -54,7 +55,7 @@ def masked_head(
         return tokens, jnp.minimum(count * TILE, everything)
 
     few = count <= int(MOST_ACTIVE * indices.shape[0])
-    return lax.cond(few & ~jnp.any(rows.is_filtered), active_only, at_once)
+    return lax.cond(few, active_only, at_once)
 
 
 def _visit(

@@ -33,6 +33,15 @@ class Rows(NamedTuple):
         return filtered & self.is_random
 
     @property
+    def without_filters(self) -> "Rows":
+        """The same rows, keeping all tokens: constants, so that compilers drop what filters take."""
+        return self._replace(
+            top_k=jnp.zeros_like(self.top_k),
+            top_p=jnp.ones_like(self.top_p),
+            min_p=jnp.zeros_like(self.min_p),
+        )
+
+    @property
     def inverse_temperature(self) -> jax.Array:
         """float32 `[B]`; 1 for greedy rows."""
         temperature = jnp.where(self.is_random, self.temperature, 1.0)

@@ -14,7 +14,7 @@ from gkv_jax.decode import device_loop, prefill_chunk
 from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
 from gkv_jax.sampling import MAX_LOGPROBS, greedy_rows
-from gkv_jax.weights.parameters import parameters
+from gkv_jax.weights.parameters import tree_of
 from tests.aot.hlo import Instruction, Program
 from tests.aot.topology import GENERATIONS, Generation, compile_for, tpu_devices
 from tests.gkv_jax.tiny import tiny_config
@@ -59,14 +59,8 @@ def shapes(spec: CacheSpec, batch: int) -> tuple[Any, Cache, Any, Any, Any, Any]
 
 
 def param_shapes() -> Any:
-    tree: dict[str, Any] = {"layers": [{} for _ in range(CONFIG.num_layers)]}
-    for leaf in parameters(CONFIG):
-        if leaf.layer is None:
-            tree[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
-        else:  # [in, out], see Llama.from_checkpoint
-            shape = leaf.shape[::-1]
-            tree["layers"][leaf.layer][leaf.name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    return tree
+    stored = tree_of(CONFIG, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16))
+    return jax.eval_shape(MODEL.from_checkpoint, stored)
 
 
 @functools.cache

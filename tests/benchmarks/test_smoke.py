@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, fill, head, overlap, perplexity
+from benchmarks import decode, fill, head, overlap, perplexity, sampling
 from benchmarks.common import interleaved, medians
 from benchmarks.vocabularies import grown_tokenizer
 from gkv_jax import CacheSpec
@@ -50,6 +50,13 @@ def test_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "structural steps" in out
     assert "a tiny model, B=1: full / masked, document" in out
+
+
+def test_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling.main(batch=2, vocabulary=100, repetitions=1, folder=tmp_path)
+    assert "plain / ours" in capsys.readouterr().out
+    ms = json.loads((tmp_path / "sampling.json").read_text())["ms"]
+    assert set(ms) == {f"{kind} {how}" for kind in sampling.KINDS for how in ("ours", "plain")}
 
 
 def test_a_grown_tokenizer_is_a_tokenizer() -> None:
