@@ -29,8 +29,8 @@ def cache_bytes_at(
             next_pos=jnp.full(batch, position, jnp.int32),
         )
         cache = init_cache(spec, model, batch, jnp.dtype(jnp.float32))
-        _, cache = step(params, cache, inputs, model=model, spec=spec)
-        assert int(cache.slot_pos.max()) == position
+        _, cache, _ = step(params, cache, inputs, model=model, spec=spec)
+        assert int(cache.slots[0].slot_pos.max()) == position
         sizes[position] = cache.nbytes
     return sizes
 

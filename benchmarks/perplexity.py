@@ -14,9 +14,9 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.common import RESULTS, print_table, print_verdict, write_json
-from benchmarks.texts import DEFAULT_TEXT, load_text
 from gkv_jax import CacheSpec, UserError
 from gkv_jax.evaluate import perplexity, streaming_nll
+from gkv_jax.evaluate.texts import DEFAULT_TEXT, load_text
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.weights import load_model

@@ -257,7 +257,7 @@ class Session:
         return sampled, None
 
     def _propose(self, slot: int, row: _Row) -> None:
-        room = self._spec.max_drafts
+        room = self._spec.room_for_drafts(row.position)
         if self._max_tokens is not None:
             room = min(room, self._max_tokens - 1 - row.position)
         source = row.request.drafts

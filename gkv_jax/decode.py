@@ -5,6 +5,7 @@
         masks   = collect()                          filled by the host meanwhile
         sampled = sample(head(hidden) under masks)   the output, whatever the drafts were
         n_new   = 1 + drafts that equal it           and so many positions are kept
+        cache   = commit(n_new)                      what has left the window may stay, if a policy says so
         tokens  = submit(sampled, n_new)             the host accepts, stops, streams, proposes
 
 Verification is sample-then-compare: a draft counts if it equals the token sampled before it. With
@@ -20,7 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from gkv_jax import bridge
-from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, SnapKVAttend, StepAttend
+from gkv_jax.cache import (
+    Cache,
+    CacheSpec,
+    ChunkAttend,
+    Pending,
+    PromptAttend,
+    StepAttend,
+    commit,
+)
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import MAX_LOGPROBS
 from pallas_kernels.dispatch import Implementation
@@ -90,11 +99,11 @@ def forward(
     model: Decoder,
     spec: CacheSpec,
     kernel: Implementation | None = None,
-) -> tuple[jax.Array, Cache]:
-    """Hidden states ``[B,N,Dm]`` of a step, and the cache with its tokens."""
-    attend = StepAttend(spec, model.rope, cache, inputs.positions, inputs.real, kernel)
+) -> tuple[jax.Array, Cache, Pending]:
+    """Hidden states ``[B,N,Dm]`` of a step, the cache with its tokens, and what ``commit`` needs."""
+    attend = StepAttend(spec, model, cache, inputs.positions, inputs.real, kernel)
     hidden = model.hidden(params, inputs.tokens, attend)
-    return hidden, attend.cache
+    return hidden, attend.cache, attend.pending
 
 
 def choose(
@@ -145,7 +154,9 @@ def choose(
     place = jnp.arange(sampled.shape[1] - 1)[None, :]
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & (place < inputs.n_drafts[:, None])
     n_new = 1 + jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
-    n_new = jnp.where(inputs.active, n_new, 0)
+    # A sampled token is never negative; XLA does not know. So `commit` depends on the last layer's
+    # attention even where there are no drafts: else XLA would copy a cache that both might use at once.
+    n_new = jnp.where(inputs.active & (sampled[:, 0] >= 0), n_new, 0)
     rows_read = jnp.broadcast_to(rows_read, n_new.shape)
     answer = jnp.concatenate(
         [sampled, n_new[:, None], rows_read[:, None], logprobs.reshape(n_new.shape[0], -1)], axis=1
@@ -224,11 +235,14 @@ def device_loop(
 
     def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
         cache, inputs = carry
-        hidden, cache = forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
+        hidden, cache, pending = forward(
+            params, cache, inputs, model=model, spec=spec, kernel=kernel
+        )
         masks = bridge.collect(handle, hidden, model.vocab_size)
         sampled, next_pos = choose(
             params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head=head
         )
+        cache = commit(cache, pending, inputs.next_pos, next_pos, model=model, spec=spec)
         return cache, StepInputs.unpack(bridge.submit(handle, sampled, spec.queries), next_pos)
 
     first = StepInputs.unpack(answer, next_pos)
@@ -238,6 +252,7 @@ def device_loop(
 
 _forward = jax.jit(forward, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
 _choose = jax.jit(choose, static_argnames=("model", "kernel", "head"))
+_commit = jax.jit(commit, static_argnames=("model", "spec"), donate_argnames=("cache",))
 
 
 def host_loop(
@@ -258,7 +273,9 @@ def host_loop(
     answer, next_pos = session.inputs(), jnp.asarray(session.positions())
     while answer[0, -1]:
         inputs = _unpack(answer, next_pos)
-        hidden, cache = _forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
+        hidden, cache, pending = _forward(
+            params, cache, inputs, model=model, spec=spec, kernel=kernel
+        )
         sampled, next_pos = _choose(
             params,
             hidden,
@@ -269,6 +286,8 @@ def host_loop(
             kernel=kernel,
             head=head,
         )
+        if any(pending):
+            cache = _commit(cache, pending, inputs.next_pos, next_pos, model=model, spec=spec)
         answer = session.submit(np.asarray(sampled))
     return cache
 
@@ -292,13 +311,13 @@ def prefill_chunk(
 
     Returns the hidden states ``[L,Dm]`` (what evaluation scores) and the cache.
     """
-    attend = ChunkAttend(spec, model.rope, cache, row, start, length, tokens.shape[0])
+    attend = ChunkAttend(spec, model, cache, row, start, length, tokens.shape[0])
     hidden = model.hidden(params, tokens[None], attend)
     return hidden[0], attend.cache
 
 
 @functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
-def prefill_snapkv(
+def prefill_whole(
     params: Params,
     cache: Cache,
     tokens: jax.Array,
@@ -308,7 +327,7 @@ def prefill_snapkv(
     model: Decoder,
     spec: CacheSpec,
 ) -> Cache:
-    """Read a prompt of ``length`` tokens, padded to ``tokens [L]``, keeping what SnapKV selects."""
-    attend = SnapKVAttend(spec, model.rope, cache, row, length, tokens.shape[0])
+    """Read a prompt of ``length`` tokens, padded to ``tokens [L]``, keeping what the policy selects."""
+    attend = PromptAttend(spec, model, cache, row, length, tokens.shape[0])
     model.hidden(params, tokens[None], attend)
     return attend.cache

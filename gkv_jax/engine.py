@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gkv_jax.bridge import Session
-from gkv_jax.cache import Cache, CacheSpec, cache_dtype, init_cache, reset_row
-from gkv_jax.decode import Head, device_loop, host_loop, prefill_chunk, prefill_snapkv
+from gkv_jax.cache import Cache, CacheSpec, cache_dtype, check_layers, init_cache, reset_row
+from gkv_jax.cache.storage import check_dtype
+from gkv_jax.decode import Head, device_loop, host_loop
 from gkv_jax.drafts import DraftSource
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.prefill import SHORTEST, reading
 from gkv_jax.request import Request, RequestCancelled, Result, Stream
 from gkv_jax.sampling import Sampling, greedy_rows, set_row
 from gkv_jax.text import TextStream
@@ -29,8 +31,6 @@ Prompt = str | Sequence[Mapping[str, Any]]
 """A text to continue, or chat messages ``{"role": ..., "content": ...}``."""
 
 Loop = Literal["device", "host"]
-
-_SHORTEST_CHUNK = 32
 
 
 class Engine:
@@ -243,10 +243,10 @@ class Engine:
 
         Args:
           prompt_tokens: longest prompt to prepare for; one prefill chunk if None, which is all
-            that longer prompts need too, unless policy ``snapkv`` reads them in one piece.
+            that longer prompts need too, unless a policy reads them in one piece.
         """
         longest = prompt_tokens or self.spec.prefill_chunk + 1
-        length = _SHORTEST_CHUNK
+        length = SHORTEST
         while True:
             tokens = (0,) * min(length + 1, longest)
             stream = TextStream(self.tokenizer)
@@ -380,25 +380,32 @@ class Engine:
 
     def _check_spec(self) -> None:
         spec, trained = self.spec, self.model.max_positions
-        if spec.policy != "full" and spec.prefix + spec.window > trained:
+        check_layers(spec, self.model)
+        check_dtype(spec.dtype, jax.devices()[0].platform)
+        if spec.max_tokens is None and spec.total > trained:
             raise UserError(
-                f"cache holds {spec.prefix + spec.window} tokens, more than the {trained} positions "
+                f"cache holds {spec.total} tokens, more than the {trained} positions "
                 "that the model was trained for; use a smaller window"
             )
 
     def _check_length(self, length: int) -> None:
         trained = self.model.max_positions
         problem = None
-        if self.spec.policy == "full":
+        if self.spec.max_tokens is not None:
             if length > self._max_tokens:
                 problem = (
-                    f"policy 'full' has room for {self._max_tokens} (the cache holds "
+                    f"policy {self.spec.policy_name!r} has room for {self._max_tokens} (the cache holds "
                     f"{self.spec.max_tokens}, the model was trained for {trained})"
                 )
-        elif self._selects(length - 1) and length > trained:
+        elif self.spec.selects(length - 1) and length > trained:
             problem = (
-                "policy 'snapkv' reads it in one piece and the model was trained for "
-                f"{trained} positions"
+                f"policy {self.spec.policy_name!r} reads it in one piece and the model was trained "
+                f"for {trained} positions"
+            )
+        elif length > self._max_tokens:
+            problem = (
+                f"policy {self.spec.policy_name!r} keeps tokens at their positions in the text and "
+                f"the model was trained for {trained}"
             )
         if problem:
             raise PromptTooLongError(
@@ -407,9 +414,12 @@ class Engine:
 
     @property
     def _max_tokens(self) -> float:
-        """Longest text of a request: bounded where nothing is evicted."""
-        limit = self.spec.max_tokens
-        return math.inf if limit is None else min(limit, self.model.max_positions)
+        """Longest text of a request: bounded where nothing is evicted, or old tokens never move."""
+        spec = self.spec
+        if spec.max_tokens is not None:
+            return min(spec.max_tokens, self.model.max_positions)
+        streams = spec.positions == "cache" or spec.prefix == 0
+        return math.inf if streams else self.model.max_positions
 
     def _refused(self, error: Exception) -> Request:
         request = Request((), Sampling(), frozenset(), TextStream(self.tokenizer))
@@ -487,41 +497,14 @@ class Engine:
 
     def _prefill(self, slot: int, request: Request) -> None:
         """Read a prompt, all but its last token: that one is the first step's input."""
+        self._cache = reset_row(self._cache, np.int32(slot), spec=self.spec, model=self.model)
         tokens = request.prompt[:-1]
-        row = np.int32(slot)
-        self._cache = reset_row(self._cache, row, spec=self.spec)
-        if self._selects(len(tokens)):
-            padded = _pad(tokens, _bucket(len(tokens)))
-            self._cache = prefill_snapkv(
-                self._params,
-                self._cache,
-                padded,
-                row,
-                np.int32(len(tokens)),
-                model=self.model,
-                spec=self.spec,
-            )
-            return
-        size = self.spec.prefill_chunk
-        for start in range(0, len(tokens), size):
+        for cache in reading(
+            self._params, self._cache, tokens, slot, model=self.model, spec=self.spec
+        ):
+            self._cache = cache
             if request.cancelled or self._inbox.closing:
                 raise RequestCancelled("the request was cancelled while its prompt was read")
-            chunk = tokens[start : start + size]
-            padded = _pad(chunk, min(_bucket(len(chunk)), size))
-            _, self._cache = prefill_chunk(
-                self._params,
-                self._cache,
-                padded,
-                row,
-                np.int32(start),
-                np.int32(len(chunk)),
-                model=self.model,
-                spec=self.spec,
-            )
-
-    def _selects(self, length: int) -> bool:
-        """Whether SnapKV has anything to drop: some token is neither sink nor in the window."""
-        return self.spec.policy == "snapkv" and length > self.spec.sinks + self.spec.window - 1
 
     def _new_cache(self) -> Cache:
         return init_cache(self.spec, self.model, self.slots, self.dtype)
@@ -614,13 +597,3 @@ def _one_each(name: str, value: Any, count: int) -> list[Any]:
     if len(value) != count:
         raise UserError(f"{name} has {len(value)} entries for {count} prompts; give one or {count}")
     return list(value)
-
-
-def _bucket(length: int) -> int:
-    return max(_SHORTEST_CHUNK, 1 << math.ceil(math.log2(length)))
-
-
-def _pad(tokens: Sequence[int], size: int) -> np.ndarray:
-    padded = np.zeros(size, np.int32)
-    padded[: len(tokens)] = tokens
-    return padded

@@ -278,12 +278,12 @@ def _decode_attention(
 def _ring_write(
     implementation: str, dtype: Any, *, batch: int, queries: int, capacity: int
 ) -> Program:
-    from gkv_jax.cache.segments import write
+    from gkv_jax.cache.storage import Stored, write
 
     del implementation  # plain XLA
     values = _array(dtype, batch, queries, 8, 128)
     operands = (
-        _array(dtype, batch, 8, capacity, 128),
+        Stored(_array(dtype, batch, 8, capacity, 128), None),
         _array(jnp.int32, batch, 1),
         _array(jnp.int32, batch, queries),
         values,
@@ -294,11 +294,21 @@ def _ring_write(
 
 def _snapkv_scores(implementation: str, dtype: Any, *, length: int, kept: int) -> Program:
     from gkv_jax.cache import CacheSpec
-    from gkv_jax.cache.snapkv import select
+    from gkv_jax.cache.policies.snapkv import SNAPKV
+    from gkv_jax.cache.prompt import PromptLayer, select
+    from gkv_jax.models.config import RopeConfig
+    from gkv_jax.models.protocol import AttentionLayer
+    from gkv_jax.rope import Rope
 
     del implementation  # plain XLA
     spec = CacheSpec(policy="snapkv", kept=kept, window=512)
-    function = functools.partial(select, spec)
+    kind = AttentionLayer(Rope(RopeConfig(500_000.0), 128))
+
+    def function(q: jax.Array, k: jax.Array, length: jax.Array) -> jax.Array:
+        q, k = q[None], k[None]
+        layer = PromptLayer(kind, length, q, q, k, k, k, 128**-0.5, None, None)
+        return select(spec, SNAPKV.score(layer.evidence(SNAPKV, spec, None), spec)[0], length)
+
     voters, keys = _array(dtype, spec.observe, 32, 128), _array(dtype, length, 8, 128)
     operands = (_array(dtype, length, 32, 128), keys, _array(jnp.int32))
     moved = nbytes((voters, keys)) + nbytes(jax.eval_shape(function, *operands))
@@ -364,7 +374,7 @@ def _decode_step(
         params: Any, cache: Any, answer: jax.Array, next_pos: jax.Array, masks: jax.Array, rows: Any
     ) -> Any:
         inputs = StepInputs.unpack(answer, next_pos)
-        hidden, cache = forward(
+        hidden, cache, _ = forward(
             params, cache, inputs, model=model, spec=spec, kernel=implementation
         )
         return cache, choose(
@@ -497,13 +507,13 @@ KERNELS: dict[str, Kernel] = {
             {"batch": 8, "queries": 5, "capacity": 16384},
             {"batch": 1, "queries": 1, "capacity": 131072},
         ],
-        "gkv_jax.cache.segments",
+        "gkv_jax.cache.storage",
     ),
     "snapkv_scores": Kernel(
         _snapkv_scores,
         {"xla": ("bfloat16",)},
         [{"length": 4096, "kept": 508}, {"length": 32768, "kept": 2044}],
-        "gkv_jax.cache.snapkv",
+        "gkv_jax.cache.prompt",
     ),
     "quest_scores": Kernel(
         _quest_scores,

@@ -255,7 +255,9 @@ def steps_alone(
 
     def body(_: jax.Array, carry: Any) -> Any:
         cache, inputs = carry
-        hidden, cache = decode.forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
+        hidden, cache, _ = decode.forward(
+            params, cache, inputs, model=model, spec=spec, kernel=kernel
+        )
         sampled, next_pos = decode.choose(
             params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head="masked"
         )

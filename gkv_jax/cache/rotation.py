@@ -1,5 +1,7 @@
 """Rotations of a step's queries and keys."""
 
+from collections.abc import Sequence
+
 import jax
 
 from gkv_jax.rope import Rope, rotate
@@ -10,17 +12,32 @@ class QueryRotation:
 
     def __init__(self, rope: Rope, positions: jax.Array, ranks: jax.Array | None) -> None:
         """``positions`` and ``ranks`` are int32 ``[B,N]``; see ``segments.ranks_of``."""
-        self._angles = [_per_head(rope, positions)]
-        if ranks is not None:
-            self._angles.append(_per_head(rope, ranks))
+        angles = [_per_head(rope, each) for each in (positions, ranks) if each is not None]
+        self._of_keys = angles[0]
+        self._of_queries = [rope.for_queries(each) for each in angles]
 
     def queries(self, q: jax.Array) -> tuple[jax.Array, ...]:
         """``q [B,N,Hq,D]`` at its true positions and, where wanted, at its ranks."""
-        return tuple(rotate(q, angles) for angles in self._angles)
+        return tuple(rotate(q, angles) for angles in self._of_queries)
 
     def keys(self, k: jax.Array) -> jax.Array:
         """``k [B,N,Hk,D]`` at its true positions."""
-        return rotate(k, self._angles[0])
+        return rotate(k, self._of_keys)
+
+
+class Rotations:
+    """The rotations of a step for layers of different specs and bases, each made once."""
+
+    def __init__(self, positions: jax.Array, ranks: Sequence[jax.Array | None]) -> None:
+        """``positions`` int32 ``[B,N]``, and ranks likewise for each distinct spec."""
+        self._positions, self._ranks = positions, ranks
+        self._made: dict[tuple[int, Rope], QueryRotation] = {}
+
+    def of(self, group: int, rope: Rope) -> QueryRotation:
+        """That of the layers with spec number ``group`` and this base."""
+        if (group, rope) not in self._made:
+            self._made[group, rope] = QueryRotation(rope, self._positions, self._ranks[group])
+        return self._made[group, rope]
 
 
 def _per_head(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,7 @@ where it lies. Slots follow from positions: a token at T lies in slot ``T`` whil
 ``prefix + (T - sinks) mod R`` after that. ``slot_pos`` says which position a slot holds, so that one
 comparison decides visibility::
 
-    slot_pos >= 0  and  slot_pos <= T  and  (slot < prefix  or  slot_pos > T - window)
+    slot_pos >= 0  and  slot_pos <= T  and  (slot < prefix  or  slot_pos > T - reach)
 
 Undoing n drafts is ``next_pos -= n`` and nothing else: what they wrote lies at positions beyond T,
 invisible until the same positions are written again, and the ring has the slack that makes the
@@ -20,57 +20,91 @@ no key ever rotated again.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gkv_jax.cache.layout import Layout
 from gkv_jax.cache.spec import CacheSpec
+from gkv_jax.cache.storage import Stored, empty, scale_queries, storage_dtype, write
 from gkv_jax.models.protocol import Decoder, Params
 
 EMPTY = -1
 """``slot_pos`` of a slot that holds nothing."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["k", "v", "kept_pos"], meta_fields=[]
-)
+def _pytree(cls: Any) -> Any:
+    """Register a frozen dataclass, all of whose fields are data."""
+    return jax.tree_util.register_dataclass(
+        cls, data_fields=[field.name for field in dataclasses.fields(cls)], meta_fields=[]
+    )
+
+
+@_pytree
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer.
+    """What one layer keeps of each token, and what its policy remembers.
 
     Attributes:
-      k: rotated keys ``[B,Hk,C,D]``.
-      v: values ``[B,Hk,C,D]``.
+      k: rotated keys, ``[B,Hk,C,D]``; divided by ``channel`` where that is not None.
+      v: values, ``[B,Hk,C,D]``.
+      channel: what the keys' channels are measured in, float32 ``[B,Hk,D]`` (int8 storage).
       kept_pos: true positions of the kept tokens, int32 ``[B,Hk,kept]``, ``EMPTY`` where unused;
-        None when the spec keeps none. Heads differ, and nothing but reports reads it.
+        None when the spec keeps none. Heads differ.
+      mass: sum of the attention that each token has received, float32 ``[B,Hk,C]``, under a ``decode``
+        policy that needs it.
+      observed: the last rotated queries, ``[B,observe,Hq,D]``, that of position T at ``T mod observe``,
+        under a ``decode`` policy that needs them.
+      bounds: Quest's lower and upper bounds of each page, ``[2,B,Hk,C/page,D]``.
     """
 
-    k: jax.Array
-    v: jax.Array
-    kept_pos: jax.Array | None
+    k: Stored
+    v: Stored
+    channel: jax.Array | None = None
+    kept_pos: jax.Array | None = None
+    mass: jax.Array | None = None
+    observed: jax.Array | None = None
+    bounds: jax.Array | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["layers", "slot_pos", "prefix_len", "ring_start"],
-    meta_fields=[],
-)
+@_pytree
 @dataclasses.dataclass(frozen=True)
-class Cache:
-    """The cache of a batch. All layers hold the same positions in their sinks and rings.
+class Slots:
+    """What the layers of one spec hold in their sinks and rings.
 
     Attributes:
-      layers: one ``LayerCache`` per layer.
       slot_pos: position held by each slot, int32 ``[B,C]``. A live kept slot holds its rank, which no
         query comes before; true positions differ by head and lie in ``LayerCache.kept_pos``.
       prefix_len: rank of the first ring token, int32 ``[B]``: sinks plus live kept tokens.
       ring_start: position of the first token that the ring received, int32 ``[B]``.
     """
 
-    layers: tuple[LayerCache, ...]
     slot_pos: jax.Array
     prefix_len: jax.Array
     ring_start: jax.Array
+
+    def row(self, row: jax.Array) -> "Slots":
+        """One row as a batch of one."""
+        return jax.tree.map(lambda leaf: leaf[row][None], self)
+
+    def with_row(self, row: jax.Array, new: "Slots") -> "Slots":
+        """With one row taken from a batch of one."""
+        return jax.tree.map(lambda leaf, part: leaf.at[row].set(part[0]), self, new)
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The cache of a batch.
+
+    Attributes:
+      layers: one ``LayerCache`` per layer.
+      slots: one ``Slots`` per distinct spec of a layer (see ``Layout``).
+    """
+
+    layers: tuple[LayerCache, ...]
+    slots: tuple[Slots, ...]
 
     @property
     def nbytes(self) -> int:
@@ -85,34 +119,70 @@ def cache_dtype(params: Params) -> jnp.dtype:
 
 
 def init_cache(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) -> Cache:
-    """An empty cache for ``batch`` rows of ``model``, keys and values in ``dtype``."""
-    shape = (batch, model.num_kv_heads, spec.capacity, model.head_dim)
-
-    def layer() -> LayerCache:
-        kept = (batch, model.num_kv_heads, spec.kept)
-        return LayerCache(
-            k=jnp.zeros(shape, dtype),
-            v=jnp.zeros(shape, dtype),  # zeros, not garbage: 0 · NaN is NaN even where masked
-            kept_pos=jnp.full(kept, EMPTY, jnp.int32) if spec.kept else None,
-        )
-
+    """An empty cache for ``batch`` rows of ``model``; ``dtype`` is that of its computations."""
+    layout = Layout.of(spec, model)
     return Cache(
-        layers=tuple(layer() for _ in range(model.num_layers)),
-        slot_pos=jnp.full((batch, spec.capacity), EMPTY, jnp.int32),
-        prefix_len=jnp.full((batch,), spec.sinks, jnp.int32),
-        ring_start=jnp.full((batch,), spec.sinks, jnp.int32),
+        layers=tuple(
+            _empty_layer(layout.spec(layer), model, batch, dtype)
+            for layer in range(model.num_layers)
+        ),
+        slots=tuple(
+            Slots(
+                slot_pos=jnp.full((batch, each.capacity), EMPTY, jnp.int32),
+                prefix_len=jnp.full((batch,), each.sinks, jnp.int32),
+                ring_start=jnp.full((batch,), each.sinks, jnp.int32),
+            )
+            for each in layout.specs
+        ),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("cache",))
-def reset_row(cache: Cache, row: jax.Array, *, spec: CacheSpec) -> Cache:
+def _empty_layer(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) -> LayerCache:
+    heads, dim = model.num_kv_heads, model.head_dim
+    stored_as = storage_dtype(spec.dtype, dtype)
+    needs = spec.evictor.needs if spec.evictor else None
+    observe = spec.observers(spec.evictor) if spec.evictor else 0
+    quantised = stored_as == jnp.int8
+
+    def tokens() -> Stored:
+        return empty((batch, heads, spec.capacity, dim), stored_as)
+
+    return LayerCache(
+        k=tokens(),
+        v=tokens(),
+        channel=jnp.ones((batch, heads, dim), jnp.float32) if quantised else None,
+        kept_pos=jnp.full((batch, heads, spec.kept), EMPTY, jnp.int32) if spec.kept else None,
+        mass=(
+            jnp.zeros((batch, heads, spec.capacity), jnp.float32)
+            if needs == "attention_mass"
+            else None
+        ),
+        observed=(
+            jnp.zeros((batch, observe, model.num_heads, dim), dtype)
+            if needs == "window_attention"
+            else None
+        ),
+        bounds=(
+            jnp.zeros((2, batch, heads, spec.capacity // spec.page, dim), dtype)
+            if spec.policy == "quest"
+            else None
+        ),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "model"), donate_argnames=("cache",))
+def reset_row(cache: Cache, row: jax.Array, *, spec: CacheSpec, model: Decoder) -> Cache:
     """Empty one row for a new request: only the bookkeeping changes, the tokens become invisible."""
-    return dataclasses.replace(
-        cache,
-        slot_pos=cache.slot_pos.at[row].set(EMPTY),
-        prefix_len=cache.prefix_len.at[row].set(spec.sinks),
-        ring_start=cache.ring_start.at[row].set(spec.sinks),
+    layout = Layout.of(spec, model)
+    slots = tuple(
+        Slots(
+            slot_pos=old.slot_pos.at[row].set(EMPTY),
+            prefix_len=old.prefix_len.at[row].set(each.sinks),
+            ring_start=old.ring_start.at[row].set(each.sinks),
+        )
+        for each, old in zip(layout.specs, cache.slots, strict=True)
     )
+    return dataclasses.replace(cache, slots=slots)
 
 
 def slots_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
@@ -122,31 +192,44 @@ def slots_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
     return jnp.where(positions < spec.sinks, positions, ring)
 
 
-def write(buffer: jax.Array, rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """Write ``values [B,N,Hk,D]`` to ``slots [B,N]`` of ``buffer [B,Hk,C,D]``, in place where donated.
+def append(
+    layer: LayerCache, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
+) -> LayerCache:
+    """Write rotated ``k`` (as ``to_channels`` gives them) and ``v``, ``[b,N,Hk,D]``.
 
-    Slots outside the buffer are dropped; ``dynamic_update_slice`` would clamp them to the edge and
-    overwrite another token.
+    They go to ``slots [b,N]`` of ``rows [b,N or 1]``, in place where the layer is donated; slots
+    outside the cache are dropped.
     """
-    # One index for every head. With a slice over the heads XLA:TPU prefers another layout for the
-    # buffer and converts it (seen in the compiled program of a batch of one).
-    heads = jnp.arange(buffer.shape[1])[None, None, :]
-    slots = slots[:, :, None]
-    if values.size == buffer.shape[3]:
-        # A scatter of a single index becomes a dynamic-update-slice that reads what it replaces,
-        # and XLA:CPU copies the whole buffer for it. A second, dropped index keeps it a scatter.
-        slots = jnp.concatenate([slots, jnp.full_like(slots, buffer.shape[2])], axis=1)
-        values = jnp.concatenate([values, values], axis=1)
-    return buffer.at[rows[:, :, None], heads, slots].set(values.astype(buffer.dtype), mode="drop")
+    return dataclasses.replace(
+        layer, k=write(layer.k, rows, slots, k), v=write(layer.v, rows, slots, v)
+    )
 
 
-def ranks_of(spec: CacheSpec, cache: Cache, positions: jax.Array) -> jax.Array | None:
+def to_channels(layer: LayerCache, k: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+    """Rotated keys ``[b,N,Hk,D]`` of ``rows`` (all if None), measured in the layer's channels."""
+    if layer.channel is None:
+        return k
+    return k.astype(jnp.float32) / _of(layer.channel, rows)[:, None]
+
+
+def in_channels(layer: LayerCache, q: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+    """Rotated queries ``[b,N,Hq,D]`` as they must be to meet the keys of ``to_channels``."""
+    if layer.channel is None:
+        return q
+    return scale_queries(q, _of(layer.channel, rows)).astype(q.dtype)
+
+
+def _of(array: jax.Array, rows: jax.Array | None) -> jax.Array:
+    return array if rows is None else array[rows]
+
+
+def ranks_of(spec: CacheSpec, slots: Slots, positions: jax.Array) -> jax.Array | None:
     """Rank of a query at ``positions [B,N]`` among the cached tokens, int32 ``[B,N]``.
 
     None where every rank equals the true position or is not wanted, so that one rotation of the
     query is enough.
     """
-    if spec.positions == "text" or spec.policy == "full" or spec.prefix == 0:
+    if spec.positions == "text" or spec.max_tokens is not None or spec.prefix == 0:
         return None
-    behind = jnp.minimum(positions - cache.ring_start[:, None], spec.window - 1)
-    return cache.prefix_len[:, None] + behind
+    behind = jnp.minimum(positions - slots.ring_start[:, None], spec.window - 1)
+    return slots.prefix_len[:, None] + behind

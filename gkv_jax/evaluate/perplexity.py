@@ -18,8 +18,6 @@ from gkv_jax.decode import prefill_chunk
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
 
-_STREAMING = ("window", "full")
-
 
 def streaming_nll(
     model: Decoder,
@@ -31,15 +29,16 @@ def streaming_nll(
 ) -> NDArray[np.float64]:
     """Negative log-likelihood of each token given the cached part of the text before it.
 
-    The text is teacher-forced through one row of a cache, ``chunk`` tokens a call. The result is
-    that of decoding it token by token, whatever ``chunk`` is: it only trades memory (the logits of
-    one chunk, ``chunk * V`` float32, exist at a time) for speed.
+    The text is teacher-forced through one row of a cache, ``chunk`` tokens a call, or as many as lie
+    between two choices of the policy. The result is that of decoding it token by token, whatever
+    ``chunk`` is: it only trades memory (the logits of one chunk, ``chunk * V`` float32, exist at a
+    time) for speed.
 
     Args:
       model: the architecture.
       params: its parameters; the cache takes the dtype of the first floating one.
       tokens: the text, T token ids, T >= 2.
-      spec: the cache, of policy ``window`` or ``full``.
+      spec: the cache, of a policy without scores or with ``prefill="chunks"``.
       chunk: tokens per call, >= 1.
 
     Returns:
@@ -55,12 +54,16 @@ def streaming_nll(
     cache = init_cache(spec, model, 1, cache_dtype(params))
     row = np.int32(0)
     parts = []
-    for start in range(0, len(inputs), chunk):
+    chunk = chunk if spec.selector is None else min(chunk, spec.interval)
+    start = 0
+    while start < len(inputs):
         length = min(chunk, len(inputs) - start)
+        if spec.selector is not None:
+            length = min(length, spec.chunk_at(start))
         hidden, cache = prefill_chunk(
             params,
             cache,
-            _padded(inputs[start : start + chunk], chunk),
+            _padded(inputs[start : start + length], chunk),
             row,
             np.int32(start),
             np.int32(length),
@@ -68,9 +71,10 @@ def streaming_nll(
             spec=spec,
         )
         scores = _target_nll(
-            params, hidden, _padded(targets[start : start + chunk], chunk), model=model
+            params, hidden, _padded(targets[start : start + length], chunk), model=model
         )
         parts.append(np.asarray(scores, np.float64)[:length])
+        start += length
     return np.concatenate(parts)
 
 
@@ -102,12 +106,15 @@ def _check(text: NDArray[np.int32], vocab_size: int, spec: CacheSpec, chunk: int
         raise UserError(f"tokens holds ids outside of 0..{vocab_size - 1}")
     if chunk < 1:
         raise UserError(f"chunk is {chunk}; it must be at least 1")
-    if spec.policy not in _STREAMING:
-        raise UserError(f"cache.policy {spec.policy!r} cannot stream a text; choose {_STREAMING}")
+    if spec.selector is not None and spec.prefill == "whole":
+        raise UserError(
+            f"cache.policy {spec.policy_name!r} chooses from a whole prompt, and a stream has none; "
+            "set prefill to 'chunks', or use policy 'window' or 'full'"
+        )
     if spec.max_tokens is not None and text.size - 1 > spec.max_tokens:
         raise UserError(
             f"tokens has {text.size} entries, the cache holds {spec.max_tokens} under policy "
-            "'full'; use CacheSpec.full with as many"
+            f"{spec.policy_name!r}; use CacheSpec.full with as many"
         )
 
 

@@ -10,44 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkv_jax.errors import UserError
+from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+
+__all__ = [
+    "ARCHITECTURES",
+    "LinearScaling",
+    "Llama3Scaling",
+    "ModelConfig",
+    "RopeConfig",
+    "YarnScaling",
+]
 
 ARCHITECTURES = ("llama",)
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """RoPE frequency scaling of Llama 3.1 and later.
-
-    Frequencies with a wavelength above ``original_max_position_embeddings / low_freq_factor`` are
-    divided by ``factor``, those below ``original_max_position_embeddings / high_freq_factor`` are
-    kept, and those between are interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """RoPE position interpolation: every frequency is divided by ``factor``."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding over the whole head, half-split ("rotate half") layout.
-
-    ``theta`` is the base: pair i of a head of width D turns by ``theta ** (-2i / D)`` radians per
-    position, before ``scaling``.
-    """
-
-    theta: float
-    scaling: Llama3Scaling | LinearScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +75,12 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+        rotary_dim = self.rope.rotary_dim(self.head_dim)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise UserError(
+                "head_dim * partial_rotary_factor must be even for rotary embeddings, "
+                f"not {self.head_dim} * {self.rope.partial_rotary_factor}"
+            )
 
     @classmethod
     def from_hf(
@@ -120,6 +100,8 @@ class ModelConfig:
         _refuse_unserved_hf(config)
         num_heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
+        # The defaults are those of transformers' LlamaConfig.
+        max_position_embeddings = _optional(config, "max_position_embeddings", 2048)
         return cls(
             architecture="llama",
             vocab_size=_required(config, "vocab_size"),
@@ -129,13 +111,12 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
             head_dim=_optional(config, "head_dim", hidden_size // max(num_heads, 1)),
-            # From here on, the defaults are those of transformers' LlamaConfig.
             rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
-            max_position_embeddings=_optional(config, "max_position_embeddings", 2048),
+            max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=_optional(config, "tie_word_embeddings", False),
             attention_bias=_optional(config, "attention_bias", False),
             mlp_bias=_optional(config, "mlp_bias", False),
-            rope=_rope_from_hf(config),
+            rope=RopeConfig.from_hf(config, max_position_embeddings),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_unique(
                 _ids(config.get("eos_token_id"))
@@ -172,6 +153,7 @@ class ModelConfig:
                     f"GGUF: llama.{key} {scoped[key]} differs from the head width {head_dim}"
                 )
         tokens = metadata.get("tokenizer.ggml.tokens", ())
+        context_length = _gguf_int(scoped, "context_length")
         return cls(
             architecture="llama",
             vocab_size=_gguf_int(scoped, "vocab_size", len(tokens)),
@@ -182,11 +164,11 @@ class ModelConfig:
             num_kv_heads=_gguf_int(scoped, "attention.head_count_kv", num_heads),
             head_dim=head_dim,
             rms_norm_eps=_shortest_float32(_gguf_value(scoped, "attention.layer_norm_rms_epsilon")),
-            max_position_embeddings=_gguf_int(scoped, "context_length"),
+            max_position_embeddings=context_length,
             tie_word_embeddings="output.weight" not in tensor_names,
             attention_bias="blk.0.attn_q.bias" in tensor_names,
             mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
-            rope=_rope_from_gguf(scoped, llama3_scaling),
+            rope=RopeConfig.from_gguf(scoped, context_length, llama3_scaling),
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_unique(
                 _ids(metadata.get("tokenizer.ggml.eos_token_id"))
@@ -204,7 +186,6 @@ _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "use_sliding_window": (None, False),
     "rope_interleaved": (None, False),
-    "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
@@ -230,6 +211,8 @@ _READ = frozenset(
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
         "bos_token_id",
         "eos_token_id",
     }
@@ -269,54 +252,6 @@ def _refuse_unserved_hf(config: Mapping[str, Any]) -> None:
         _log.warning("config.json: these fields are not read: %s", ", ".join(unknown))
 
 
-def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 keeps the base and the scaling together in rope_parameters; 4 has them apart.
-    parameters = dict(config.get("rope_parameters") or {})
-    scaling = parameters or dict(config.get("rope_scaling") or {})
-    theta = float(parameters.pop("rope_theta", None) or _optional(config, "rope_theta", 10000.0))
-    scaling.pop("rope_theta", None)
-    field = "rope_parameters" if parameters else "rope_scaling"
-    kind = scaling.pop("rope_type", None)
-    kind = scaling.pop("type", None) or kind or "default"  # the older spelling beside the newer
-    known: dict[str, tuple[str, ...]] = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ),
-    }
-    if kind not in known:
-        raise UserError(
-            f"config.json: {field} of type {kind!r} is not served; known: {', '.join(known)}"
-        )
-    missing = [name for name in known[kind] if name not in scaling]
-    if missing:
-        raise UserError(f"config.json: {field} of type {kind!r} lacks {', '.join(missing)}")
-    values = {name: scaling.pop(name) for name in known[kind]}
-    scaling = {name: value for name, value in scaling.items() if value is not None}
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0 or scaling:
-        raise UserError(
-            f"config.json: {field} of type {kind!r} has options that are not served: "
-            f"{', '.join(sorted(scaling)) or 'partial_rotary_factor'}"
-        )
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, LinearScaling(float(values["factor"])))
-    return RopeConfig(
-        theta,
-        Llama3Scaling(
-            float(values["factor"]),
-            float(values["low_freq_factor"]),
-            float(values["high_freq_factor"]),
-            int(values["original_max_position_embeddings"]),
-        ),
-    )
-
-
 def _required(config: Mapping[str, Any], field: str) -> int:
     value = config.get(field)
     if not isinstance(value, int):
@@ -354,8 +289,12 @@ _GGUF_READ = frozenset(
         "feed_forward_length",
         "rope.dimension_count",
         "rope.freq_base",
+        "rope.scaling.attn_factor",
         "rope.scaling.factor",
+        "rope.scaling.original_context_length",
         "rope.scaling.type",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
         "vocab_size",
     }
 )
@@ -378,20 +317,6 @@ def _llama_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _GGUF_READ and value not in _GGUF_INERT.get(key, ()):
             raise UserError(f"GGUF: {prefix}{key}={value!r} is not served")
     return scoped
-
-
-def _rope_from_gguf(scoped: Mapping[str, Any], llama3_scaling: Llama3Scaling | None) -> RopeConfig:
-    theta = float(scoped.get("rope.freq_base", 10000.0))
-    kind = scoped.get("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise UserError(
-            f"GGUF: llama.rope.scaling.type {kind!r} is not served; known: none, linear"
-        )
-    if kind == "linear":
-        if llama3_scaling is not None:
-            raise UserError("GGUF: llama.rope.scaling.type linear together with rope_freqs.weight")
-        return RopeConfig(theta, LinearScaling(float(_gguf_value(scoped, "rope.scaling.factor"))))
-    return RopeConfig(theta, llama3_scaling)
 
 
 def _gguf_value(scoped: Mapping[str, Any], key: str) -> Any:

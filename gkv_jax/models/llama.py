@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from gkv_jax.models.config import ModelConfig
-from gkv_jax.models.protocol import Attend, Params
+from gkv_jax.models.protocol import Attend, AttentionLayer, Params
 from gkv_jax.rope import Rope
 from pallas_kernels.masked_head import project
 
@@ -38,6 +38,10 @@ class Llama:
         return self.config.num_layers
 
     @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    @property
     def num_kv_heads(self) -> int:
         return self.config.num_kv_heads
 
@@ -50,8 +54,9 @@ class Llama:
         return self.config.max_position_embeddings
 
     @property
-    def rope(self) -> Rope:
-        return Rope(self.config.rope, self.config.head_dim)
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        layer = AttentionLayer(Rope(self.config.rope, self.config.head_dim))
+        return (layer,) * self.config.num_layers
 
     @staticmethod
     def from_checkpoint(params: Params) -> Params:

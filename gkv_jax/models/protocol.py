@@ -1,6 +1,6 @@
 """What the decode loop needs from a model, and what the model may ask of its surroundings."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any, Protocol
 
 import jax
@@ -10,12 +10,51 @@ from gkv_jax.rope import Rope
 Params = Any
 """A pytree of arrays; its layout belongs to the model."""
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""``attend(layer, q [B,N,Hq,D], k [B,N,Hk,D], v [B,N,Hk,D]) -> [B,N,Hq,D]``, all before rotation.
 
-Whoever calls the model supplies it. Positions, masks and caches live behind this function, so the
-same model code trains, prefills, streams through a ring and is scored by SnapKV.
-"""
+@dataclasses.dataclass(frozen=True)
+class AttentionLayer:
+    """What the cache must know of one attention layer.
+
+    Attributes:
+      rope: its rotation.
+      window: positions that a query sees, itself included (``j > i - window``); None for all.
+    """
+
+    rope: Rope
+    window: int | None = None
+
+
+class Attend(Protocol):
+    """Attention as the model asks for it.
+
+    Whoever calls the model supplies it. Positions, masks and caches live behind this function, so
+    the same model code trains, prefills, streams through a ring and is scored by SnapKV.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attend from ``q [B,N,Hq,D]`` to ``k``, ``v`` ``[B,N,Hk,D]`` and what came before them.
+
+        Args:
+          layer: index of the layer.
+          q, k, v: before rotation.
+          scale: factor on the products; None for ``D ** -0.5``.
+          soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
+          sinks: learned sink logits, float32 ``[Hq]``: one more key without a value (gpt-oss).
+
+        Returns:
+          ``[B,N,Hq,D]`` in the dtype of ``q``.
+        """
+        ...
 
 
 class Decoder(Protocol):
@@ -28,6 +67,11 @@ class Decoder(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
@@ -36,7 +80,9 @@ class Decoder(Protocol):
         """Positions the model was trained for."""
 
     @property
-    def rope(self) -> Rope: ...
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """The attention layers, ``num_layers`` of them."""
+        ...
 
     def hidden(self, params: Params, tokens: jax.Array, attend: Attend) -> jax.Array:
         """Tokens ``[B,N]`` int32 to final hidden states ``[B,N,Dm]``, normalised."""

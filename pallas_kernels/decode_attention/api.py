@@ -19,6 +19,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 0, where infinities would make NaN."""
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_CACHE_DTYPES = (*_DTYPES, jnp.float8_e4m3fn, jnp.int8)
 
 
 class Attended(NamedTuple):
@@ -47,6 +48,8 @@ def decode_attention(
     *,
     prefix: int,
     window: int,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -59,36 +62,44 @@ def decode_attention(
     A query at T sees a slot iff `0 ≤ slot_pos ≤ T` and the slot is one of the first `prefix` or
     `slot_pos > T − window`. Products accumulate and the softmax runs in float32; a query that sees
     nothing gets output 0, LSE `LOWEST` and slot sums 0. Keys and values are rounded to the dtype of
-    the queries where the cache holds another. They must be finite in every slot, visible or not, as
-    0 · NaN is NaN; the kernels for TPU and GPU do not read blocks in which no query sees a slot.
+    the queries where the cache holds another; those in int8 and float8_e4m3fn are exact in all of
+    them, and their scales go into scores and weights, so that nothing is dequantised. All must be
+    finite in every slot, visible or not, as 0 · NaN is NaN; the kernels for TPU and GPU do not read
+    blocks in which no query sees a slot.
 
     Args:
       queries: one or two rotations of the same queries, each `[B,N,Hq,D]` in float32, bfloat16 or
         float16: at their true positions and, if there is a second, at their ranks in the cache for
         the prefix slots (StreamingLLM, arXiv 2309.17453).
-      k: rotated keys `[B,Hk,C,D]` in one of these dtypes; query head h reads key head `h // G`,
-        `G = Hq / Hk`.
+      k: rotated keys `[B,Hk,C,D]` in one of these dtypes, float8_e4m3fn or int8; query head h reads
+        key head `h // G`, `G = Hq / Hk`.
       v: values, of the shape and dtype of `k`.
       slot_pos: the position that each slot holds, negative if none: int32 `[B,C]`, or `[B,Hk,C]`
         where KV heads evict independently.
       positions: true positions of the queries, int32 `[B,N]`.
       prefix: slots before the ring: sinks, then kept tokens.
       window: positions that a query sees in the ring, its own included.
+      k_scale: for keys in int8 and no others: the factor on the key of each slot, float32
+        `[B,Hk,C]`. Factors by channel, as keys want them (KIVI, arXiv 2402.02750), belong into the
+        queries.
+      v_scale: the same for the values.
       sinks: learned sink logits, float32 `[Hq]` (gpt-oss): one more key without a value.
       soft_cap: scores become `soft_cap · tanh(score / soft_cap)` after scaling (Gemma 2).
       scale: factor on the products; None for `D ** −0.5`.
       return_lse: whether `Attended.lse` is wanted.
       return_slot_sums: whether `Attended.slot_sums` is wanted, one sum per query: unverified draft
         tokens must have no vote on what is evicted.
-      implementation: `"xla"` (every platform), `"mosaic_tpu"` (TPU; float32 and bfloat16) or
-        `"triton"` (NVIDIA GPU of compute capability 8.0 and up). None picks by `jax.devices()[0]`
-        and the operands, and falls back to `"xla"`; name one to compile for any other device.
+      implementation: `"xla"` (every platform), `"mosaic_tpu"` (TPU; no float16) or `"triton"`
+        (NVIDIA GPU of compute capability 8.0 and up, with float8 8.9 and up). None picks by
+        `jax.devices()[0]` and the operands, and falls back to `"xla"`; name one to compile for any
+        other device.
 
     Raises:
       ValueError: an operand has a wrong dtype, shape or value, `implementation` is no known name, or
         it does not take these operands. The message begins with the argument's name.
     """
     _check(queries, k, v, slot_pos, positions, sinks)
+    _check_scales(k, k_scale, v_scale)
     if not 0 <= prefix <= k.shape[2]:
         raise ValueError(f"prefix: must be in 0..{k.shape[2]}, the slots of k, got {prefix}")
     if window < 1:
@@ -113,6 +124,8 @@ def decode_attention(
         positions,
         prefix=prefix,
         window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=sinks,
         soft_cap=soft_cap,
         scale=queries[0].shape[-1] ** -0.5 if scale is None else scale,
@@ -140,8 +153,9 @@ def _check(
     if q.ndim != 4 or 0 in q.shape:
         raise ValueError(f"queries: must be [B,N,Hq,D], none of them 0, got {list(q.shape)}")
     batch, n, heads, dim = q.shape
-    if k.dtype not in _DTYPES:
-        raise ValueError(f"k: must be float32, bfloat16 or float16, got {k.dtype}")
+    if k.dtype not in _CACHE_DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _CACHE_DTYPES)
+        raise ValueError(f"k: must be one of {names}, got {k.dtype}")
     if k.ndim != 4 or (k.shape[0], k.shape[3]) != (batch, dim) or 0 in k.shape:
         raise ValueError(
             f"k: must be [B,Hk,C,D] with B = {batch}, D = {dim} and none of them 0, "
@@ -168,3 +182,18 @@ def _check(
         raise ValueError(f"positions: must be {[batch, n]}, got {list(positions.shape)}")
     if sinks is not None and (sinks.shape, sinks.dtype) != ((heads,), jnp.float32):
         raise ValueError(f"sinks: must be float32 {[heads]}, got {sinks.dtype} {list(sinks.shape)}")
+
+
+def _check_scales(k: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k.dtype != jnp.int8:
+            if scale is not None:
+                raise ValueError(
+                    f"{name}: must be None for a cache in {k.dtype}, only int8 has one"
+                )
+        elif scale is None:
+            raise ValueError(f"{name}: must be float32 {list(k.shape[:3])} for an int8 cache")
+        elif (scale.shape, scale.dtype) != (k.shape[:3], jnp.float32):
+            raise ValueError(
+                f"{name}: must be float32 {list(k.shape[:3])}, got {scale.dtype} {list(scale.shape)}"
+            )

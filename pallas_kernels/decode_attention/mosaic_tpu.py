@@ -48,9 +48,10 @@ def unsupported(
     slot_sums: bool,
 ) -> str | None:
     """Why the kernel does not take queries like `q` and keys like `k`; None if it does."""
-    for name, array in (("queries", q), ("keys", k)):
-        if array.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"{array.dtype} {name}"
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"{q.dtype} queries"
+    if k.dtype not in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8):
+        return f"{k.dtype} keys"
     if q.shape[-1] % SUBLANES:
         return f"heads of {q.shape[-1]} dimensions, no multiple of {SUBLANES}"
     tiling = _Tiling.of(q, k, rotations, slot_sums)
@@ -92,7 +93,7 @@ class _Tiling:
         num_blocks = pl.cdiv(capacity, block_c)
         is_large = k.size * k.dtype.itemsize >= SLOTS_IN_LANES_BYTES
         slots_in_lanes = dim % LANES != 0 and batch > 1 and is_large
-        stored = _round_up(dim, 2 * SUBLANES) if slots_in_lanes else width
+        stored = _round_up(dim, 4 * SUBLANES) if slots_in_lanes else width
         head_bytes = _round_up(block_c, LANES) * stored * k.dtype.itemsize
         # A head's sums: its scores [rows, C], and [N, C] of output in two buffers.
         sums_bytes = slot_sums * num_blocks * _round_up(block_c, LANES) * 4
@@ -110,6 +111,8 @@ class _Tiling:
             + head_scores
             + 2 * sums_bytes * _round_up(n, SUBLANES)
         )
+        if k.dtype == jnp.int8:  # scales of all heads, twice for K and for V
+            vmem_bytes += 4 * _round_up(kv_heads, SUBLANES) * _round_up(block_c, LANES) * 4
         # Temporaries of a head: scores, mask and weights; K and V in the queries' dtype.
         vmem_bytes += (rotations + 3) * rows * _round_up(block_c, LANES) * 4
         vmem_bytes += 2 * _round_up(block_c, LANES) * width * q.dtype.itemsize
@@ -149,6 +152,7 @@ class _Config:
     soft_cap: float | None
     scale: float
     slot_pos_per_head: bool
+    has_scales: bool
     has_sinks: bool
     lse: bool
     slot_sums: bool
@@ -163,6 +167,8 @@ def decode_attention(
     *,
     prefix: int,
     window: int,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     sinks: jax.Array | None,
     soft_cap: float | None,
     scale: float,
@@ -182,7 +188,7 @@ def decode_attention(
     rows, block_c, num_blocks = tiling.rows, tiling.block_c, tiling.num_blocks
     config = _Config(
         tiling, n, groups, capacity, prefix, window, soft_cap, scale,
-        slot_pos.ndim == 3, sinks is not None, return_lse, return_slot_sums,
+        slot_pos.ndim == 3, k_scale is not None, sinks is not None, return_lse, return_slot_sums,
     )  # fmt: skip
 
     def by_kv_head(*xs: jax.Array) -> jax.Array:
@@ -236,6 +242,13 @@ def decode_attention(
         kv_spec,
         kv_spec,
     ]
+    if k_scale is not None and v_scale is not None:
+        operands += [k_scale, v_scale]
+        scale_spec = pl.BlockSpec(  # of all heads, as a block of fewer would want another layout
+            (None, kv_heads, block_c),
+            lambda b, h, s, live, num_live: (b, zero, block_of(b, h, s, live)),
+        )
+        in_specs += [scale_spec, scale_spec]
     if sinks is not None:
         operands.append(by_kv_head(jnp.broadcast_to(sinks, (1, n, heads)))[0])
         in_specs.append(
@@ -319,11 +332,13 @@ def _kernel(config: _Config, live_ref: jax.Ref, num_live_ref: jax.Ref, *refs: ja
     """One block of slots of `heads` KV heads.
 
     Refs: at `[rows,1]`, held `[heads or 1,1,block_c]`, queries `[heads, rotations·rows, D]`, K and V
-    `[heads,block_c,D]` or `[heads,D,block_c]`, sinks `[heads,rows,1]`; then the outputs; then running
-    maximum, sum and output, and the scores `[heads,rows,C]`. What the config does not ask for is missing.
+    `[heads,block_c,D]` or `[heads,D,block_c]`, their scales `[Hk,block_c]`, sinks `[heads,rows,1]`;
+    then the outputs; then running maximum, sum and output, and the scores `[heads,rows,C]`. What the
+    config does not ask for is missing.
     """
     rest: Iterator[jax.Ref] = iter(refs)
     at_ref, held_ref, q_ref, k_ref, v_ref = (next(rest) for _ in range(5))
+    k_scale_ref, v_scale_ref = (next(rest) if config.has_scales else None for _ in range(2))
     sinks_ref = next(rest) if config.has_sinks else None
     out_ref = next(rest)
     lse_ref = next(rest) if config.lse else None
@@ -333,7 +348,7 @@ def _kernel(config: _Config, live_ref: jax.Ref, num_live_ref: jax.Ref, *refs: ja
 
     tiling = config.tiling
     shape = (tiling.rows, tiling.block_c)
-    step = pl.program_id(2)
+    step, first_head = pl.program_id(2), pl.program_id(1) * tiling.heads
     lists_per_row = pl.num_programs(1) if config.slot_pos_per_head else 1
     group = pl.program_id(0) * lists_per_row
     if config.slot_pos_per_head:
@@ -376,6 +391,8 @@ def _kernel(config: _Config, live_ref: jax.Ref, num_live_ref: jax.Ref, *refs: ja
                 slots = start + lax.broadcasted_iota(jnp.int32, shape, 1)
                 s = jnp.where(slots < config.prefix, s[tiling.rows :], s[: tiling.rows])
             s = s * config.scale
+            if k_scale_ref is not None:
+                s = s * k_scale_ref[pl.ds(first_head + h, 1)]
             if config.soft_cap is not None:
                 s = config.soft_cap * jnp.tanh(s / config.soft_cap)
             s = jnp.where(seen, s, LOWEST)
@@ -387,6 +404,9 @@ def _kernel(config: _Config, live_ref: jax.Ref, num_live_ref: jax.Ref, *refs: ja
             highest = jnp.maximum(before, s.max(axis=1, keepdims=True))
             shrink = jnp.exp(before - highest)
             p = jnp.where(seen, jnp.exp(s - highest), 0.0)
+            weights = p
+            if v_scale_ref is not None:  # beyond C there may be NaN in it
+                weights = jnp.where(seen, p * v_scale_ref[pl.ds(first_head + h, 1)], 0.0)
             v = v_ref[h].astype(q.dtype)
             if config.capacity % tiling.block_c:  # the weights there are 0, but 0 · NaN is NaN
                 slots = start + lax.broadcasted_iota(jnp.int32, v.shape, slots_axis)
@@ -394,7 +414,7 @@ def _kernel(config: _Config, live_ref: jax.Ref, num_live_ref: jax.Ref, *refs: ja
             max_ref[h] = highest
             total_ref[h] = total_ref[h] * shrink + p.sum(axis=1, keepdims=True)
             acc_ref[h] = acc_ref[h] * shrink + lax.dot_general(
-                p.astype(q.dtype), v, (((1,), (slots_axis,)), ((), ())),
+                weights.astype(q.dtype), v, (((1,), (slots_axis,)), ((), ())),
                 precision=precision, preferred_element_type=jnp.float32,
             )  # fmt: skip
 

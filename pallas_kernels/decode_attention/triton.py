@@ -37,6 +37,10 @@ def unsupported(
     slot_sums: bool,
 ) -> str | None:
     """Why the kernel does not take queries like `q` and keys like `k`; None if it does."""
+    # Triton converts float8 from compute capability 8.9 on; asked for another, LLVM ends the process.
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    if k.dtype == jnp.float8_e4m3fn and "8." < capability < "8.9":
+        return f"{k.dtype} keys on compute capability {capability}"
     _, n, heads, dim = q.shape
     queries = n * (heads // k.shape[1])
     if _dot_size(queries) * _dot_size(dim) > MAX_OUTPUT:
@@ -69,6 +73,7 @@ class _Config:
     dim: int
     capacity: int
     rotations: int
+    has_scales: bool
     prefix: int
     window: int
     soft_cap: float | None
@@ -87,6 +92,8 @@ def decode_attention(
     *,
     prefix: int,
     window: int,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     sinks: jax.Array | None,
     soft_cap: float | None,
     scale: float,
@@ -108,11 +115,13 @@ def decode_attention(
     blocks_per_split = pl.cdiv(num_blocks, splits)
     splits = pl.cdiv(num_blocks, blocks_per_split)  # none of them idle
     config = _Config(
-        n, groups, dim, capacity, len(queries), prefix, window, soft_cap, scale,
-        rows, block_c, blocks_per_split,
+        n, groups, dim, capacity, len(queries), k_scale is not None, prefix, window, soft_cap,
+        scale, rows, block_c, blocks_per_split,
     )  # fmt: skip
     per_head = slot_pos if slot_pos.ndim == 3 else slot_pos[:, None, :]
     operands = [positions, per_head, *queries, k, v]
+    if k_scale is not None and v_scale is not None:
+        operands += [k_scale, v_scale]
     parts = (batch, kv_heads, splits, rows)
     out_shapes = [
         jax.ShapeDtypeStruct(parts, jnp.float32),
@@ -157,7 +166,9 @@ def decode_attention(
     if return_slot_sums:
         # From the scores once more: kept in the kernel, they would be written and read unnormalised.
         in_prefix = jnp.arange(capacity) < prefix
-        s = xla.scores(queries, k, in_prefix=in_prefix, soft_cap=soft_cap, scale=scale)
+        s = xla.scores(
+            queries, k, k_scale=k_scale, in_prefix=in_prefix, soft_cap=soft_cap, scale=scale
+        )
         by_head = lse.reshape(batch, n, kv_heads, groups).swapaxes(1, 2)[..., None]
         seen = xla.visible(slot_pos, positions, prefix=prefix, window=window)[:, :, :, None, :]
         p = jnp.where(seen, jnp.exp(s - by_head), 0.0)
@@ -169,13 +180,15 @@ def _kernel(config: _Config, *refs: jax.Ref) -> None:
     """One split of one KV head of one batch row.
 
     Refs, all in device memory: positions `[B,N]`, slot positions `[B,Hk or 1,C]`, queries
-    `[B,N,Hq,D]` once or twice, K and V `[B,Hk,C,D]`; then, of the splits, maximum and sum
-    `[B,Hk,splits,rows]` and output `[B,Hk,splits,rows,width]`.
+    `[B,N,Hq,D]` once or twice, K and V `[B,Hk,C,D]`, for int8 their scales `[B,Hk,C]`; then, of the
+    splits, maximum and sum `[B,Hk,splits,rows]` and output `[B,Hk,splits,rows,width]`.
     """
     rest: Iterator[jax.Ref] = iter(refs)
     at_ref, held_ref = next(rest), next(rest)
     q_refs = [next(rest) for _ in range(config.rotations)]
-    k_ref, v_ref, max_ref, total_ref, acc_ref = rest
+    k_ref, v_ref = next(rest), next(rest)
+    k_scale_ref, v_scale_ref = (next(rest) if config.has_scales else None for _ in range(2))
+    max_ref, total_ref, acc_ref = rest
     b, head, split = (pl.program_id(axis) for axis in range(3))
     held_head = head if held_ref.shape[1] > 1 else jnp.int32(0)
 
@@ -215,20 +228,28 @@ def _kernel(config: _Config, *refs: jax.Ref) -> None:
         def attend(highest: jax.Array, total: jax.Array, acc: jax.Array) -> Carry:
             block = (b, head, slot[:, None], dims[None, :])
             in_block = is_slot[:, None] & is_dim[None, :]
-            keys = plgpu.load(k_ref.at[block], mask=in_block, other=0).astype(dtype)
-            values = plgpu.load(v_ref.at[block], mask=in_block, other=0).astype(dtype)
+            zero = jnp.zeros((), k_ref.dtype)  # typed: Python's does not become a float8
+            keys = plgpu.load(k_ref.at[block], mask=in_block, other=zero).astype(dtype)
+            values = plgpu.load(v_ref.at[block], mask=in_block, other=zero).astype(dtype)
             by_rotation = [product(q, keys, (((1,), (1,)), ((), ()))) for q in rotated]
             s = by_rotation[0]
             if config.rotations == 2:
                 s = jnp.where(in_ring[None, :], s, by_rotation[1])
             s = s * config.scale
+            if k_scale_ref is not None:
+                s = s * plgpu.load(k_scale_ref.at[b, head, slot], mask=is_slot, other=0)[None, :]
             if config.soft_cap is not None:
                 s = config.soft_cap * jnp.tanh(s / config.soft_cap)
             s = jnp.where(seen, s, LOWEST)
             new_highest = jnp.maximum(highest, s.max(axis=1))
             shrink = jnp.exp(highest - new_highest)
             p = jnp.where(seen, jnp.exp(s - new_highest[:, None]), 0.0)
-            acc = acc * shrink[:, None] + product(p.astype(dtype), values, (((1,), (0,)), ((), ())))
+            weights = p
+            if v_scale_ref is not None:
+                v_scale = plgpu.load(v_scale_ref.at[b, head, slot], mask=is_slot, other=0)
+                weights = p * v_scale[None, :]
+            weighed = product(weights.astype(dtype), values, (((1,), (0,)), ((), ())))
+            acc = acc * shrink[:, None] + weighed
             return new_highest, total * shrink + p.sum(axis=1), acc
 
         is_live = seen.astype(jnp.int32).max(axis=1).max(axis=0) > 0

@@ -30,6 +30,8 @@ def decode_attention(
     *,
     prefix: int,
     window: int,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     sinks: jax.Array | None,
     soft_cap: float | None,
     scale: float,
@@ -43,6 +45,8 @@ def decode_attention(
         v,
         visible(slot_pos, positions, prefix=prefix, window=window),
         jnp.arange(k.shape[2]) < prefix,
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=sinks,
         soft_cap=soft_cap,
         scale=scale,
@@ -59,6 +63,8 @@ def attend(
     in_prefix: jax.Array,
     *,
     scale: float,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
@@ -70,11 +76,14 @@ def attend(
       queries, k, v: as in `decode_attention`, with any number C of keys.
       seen: which keys each query sees, bool `[B,1 or Hk,N,C]`.
       in_prefix: bool `[C]`, the keys that the second rotation of the queries is for.
-      scale, sinks, soft_cap, return_lse, return_slot_sums: as in `decode_attention`.
+      scale, k_scale, v_scale, sinks, soft_cap, return_lse, return_slot_sums: as in
+        `decode_attention`.
     """
     batch, n, heads, dim = queries[0].shape
     dtype = queries[0].dtype
-    logits = scores(queries, k, in_prefix=in_prefix, soft_cap=soft_cap, scale=scale)
+    logits = scores(
+        queries, k, k_scale=k_scale, in_prefix=in_prefix, soft_cap=soft_cap, scale=scale
+    )
     mask = seen[:, :, :, None, :]
     logits = jnp.where(mask, logits, LOWEST)
     highest = logits.max(axis=-1)
@@ -86,9 +95,10 @@ def attend(
     if sinks is not None:
         total = total + jnp.exp(sink - highest)
     divisor = jnp.maximum(total, 1e-30)  # 0 where nothing is visible; else at least 1, the highest
+    scaled = weights if v_scale is None else weights * v_scale[:, :, None, None, :]
     out = jnp.einsum(
         "bhngc,bhcd->bhngd",
-        weights.astype(dtype),
+        scaled.astype(dtype),
         v.astype(dtype),
         preferred_element_type=jnp.float32,
     )
@@ -107,6 +117,7 @@ def scores(
     queries: tuple[jax.Array, ...],
     k: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
     in_prefix: jax.Array,
     soft_cap: float | None,
     scale: float,
@@ -125,6 +136,8 @@ def scores(
         at_text, at_rank = logits[..., :groups, :], logits[..., groups:, :]
         logits = jnp.where(in_prefix[None, None, None, None, :], at_rank, at_text)
     logits = logits * scale
+    if k_scale is not None:
+        logits = logits * k_scale[:, :, None, None, :]
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 

@@ -105,7 +105,8 @@ class ListCache:
                         votes.append(np.pad(weights / weights.sum(), (0, length - at - 1)))
                 score = np.mean(votes, axis=0)
                 half = spec.pool // 2
-                pooled = [score[max(0, j - half) : j + half + 1].max() for j in range(length)]
+                score = score[: self.ring_start]  # the window has no say
+                pooled = [score[max(0, j - half) : j + half + 1].max() for j in range(len(score))]
                 candidates = range(spec.sinks, self.ring_start)
                 best = sorted(candidates, key=lambda j: (-pooled[j], j))[: spec.kept]
                 self.kept[layer].append([entries[j] for j in sorted(best)])

@@ -38,6 +38,8 @@ class Case(NamedTuple):
     positions: np.ndarray
     sinks: np.ndarray | None
     static: dict
+    k_scale: np.ndarray | None = None
+    v_scale: np.ndarray | None = None
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -46,6 +48,8 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     _, kv_heads, capacity, _ = case.k.shape
     queries = [q.astype(np.float64) for q in case.queries]
     k, v = case.k.astype(np.float64), case.v.astype(np.float64)
+    if case.k_scale is not None:
+        k, v = k * case.k_scale[..., None], v * case.v_scale[..., None]
     prefix, window = case.static["prefix"], case.static["window"]
     soft_cap = case.static.get("soft_cap")
     scale = case.static.get("scale") or 1 / math.sqrt(dim)
@@ -116,19 +120,33 @@ def ring_case(
     if not per_head:
         slot_pos = slot_pos[:, 0]
     at = np.stack([np.arange(n) + length - n for length in lengths]).astype(np.int32)
-    cache = (batch, kv_heads, capacity, dim)
-    heads = kv_heads * groups
+    stored = jnp.dtype(cache_dtype or dtype)
+    cache, heads = (batch, kv_heads, capacity, dim), kv_heads * groups
+
+    def buffer() -> np.ndarray:
+        return (
+            rng.integers(-127, 128, size=cache, dtype=np.int8)
+            if stored == np.int8
+            else rng.normal(size=cache).astype(stored)
+        )
+
+    def scale() -> np.ndarray | None:
+        wanted = stored == np.int8
+        return np.exp2(rng.normal(-6, size=cache[:3])).astype(np.float32) if wanted else None
+
     return Case(
         queries=tuple(
             rng.normal(size=(batch, n, heads, dim)).astype(jnp.dtype(dtype))
             for _ in range(rotations)
         ),
-        k=rng.normal(size=cache).astype(jnp.dtype(cache_dtype or dtype)),
-        v=rng.normal(size=cache).astype(jnp.dtype(cache_dtype or dtype)),
+        k=buffer(),
+        v=buffer(),
         slot_pos=slot_pos,
         positions=at,
         sinks=rng.normal(size=heads).astype(np.float32) if learned_sinks else None,
         static={"prefix": prefix, "window": window, **static},
+        k_scale=scale(),
+        v_scale=scale(),
     )
 
 
@@ -150,7 +168,8 @@ def attend(name: str, case: Case, outputs: bool = True, interpret=True) -> Atten
     """Runs one implementation, with all outputs or none but the first."""
     static = {"soft_cap": None, "scale": case.k.shape[-1] ** -0.5, **case.static}
     function = compiled(name, outputs, interpret, tuple(static.items()))
-    return function(case.queries, case.k, case.v, case.slot_pos, case.positions, sinks=case.sinks)
+    operands = case.queries, case.k, case.v, case.slot_pos, case.positions
+    return function(*operands, sinks=case.sinks, k_scale=case.k_scale, v_scale=case.v_scale)
 
 
 def assert_matches(attended: Attended, case: Case) -> None:
@@ -211,6 +230,9 @@ class TestEveryImplementation:
             ("float16", "float16"),
             ("float32", "bfloat16"),
             ("bfloat16", "float32"),
+            ("float32", "int8"),
+            ("bfloat16", "int8"),
+            ("float32", "float8_e4m3fn"),
         ],
     )
     @every_implementation
@@ -225,6 +247,15 @@ class TestEveryImplementation:
     def test_several_blocks_the_last_of_which_sticks_out(self, name, slots):
         lengths = (slots + 70, slots // 2)
         case = ring_case(window=slots - 4, slots=slots, n=2, lengths=lengths, dim=8)
+        assert_matches(attend(name, case), case)
+
+    @every_implementation
+    def test_several_blocks_of_scales(self, name):
+        """Heads with slots of their own: each has its scale, and what lies beyond C is not used."""
+        case = ring_case(
+            window=596, slots=600, n=2, lengths=(670, 300), dim=8,
+            cache_dtype="int8", per_head=True, learned_sinks=True, soft_cap=4.0,
+        )  # fmt: skip
         assert_matches(attend(name, case), case)
 
     @pytest.mark.parametrize("learned_sinks", [False, True])
@@ -336,6 +367,7 @@ class TestXla:
         per_head=st.booleans(),
         learned_sinks=st.booleans(),
         soft_cap=st.sampled_from([None, 2.0]),
+        cache_dtype=st.sampled_from(["float32", "int8", "float8_e4m3fn"]),
         data=st.data(),
     )
     def test_any_operands(self, batch, n, data, **shape):
@@ -358,22 +390,33 @@ class TestMosaicTpu:
         compiled.cache_clear()
         pltpu.reset_tpu_interpret_mode_state()
 
-    @pytest.mark.parametrize("per_head", [False, True])
-    def test_under_tpu_memory_semantics_without_races(self, per_head, monkeypatch):
+    @pytest.mark.parametrize(
+        ("per_head", "cache_dtype"), [(False, "float32"), (True, "float32"), (True, "int8")]
+    )
+    def test_under_tpu_memory_semantics_without_races(self, per_head, cache_dtype, monkeypatch):
         monkeypatch.setattr(MODULES["mosaic_tpu"], "BLOCK_C", 128)
         case = ring_case(
-            slots=256 - 5, window=40, lengths=(43, 7), n=2, per_head=per_head, dim=128, kv_heads=1
-        )
+            slots=256 - 5, window=40, lengths=(43, 7), n=2, per_head=per_head, dim=128, kv_heads=1,
+            cache_dtype=cache_dtype,
+        )  # fmt: skip
         strict = pltpu.InterpretParams(
             detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
         )
         assert_matches(attend("mosaic_tpu", case, interpret=strict), case)
 
-    @pytest.mark.parametrize("slots", [20, 600])
-    def test_slots_in_lanes(self, slots, monkeypatch):
+    @pytest.mark.parametrize(
+        ("slots", "cache_dtype"), [(20, "float32"), (600, "float32"), (600, "int8")]
+    )
+    def test_slots_in_lanes(self, slots, cache_dtype, monkeypatch):
         """The layout of large caches of narrow heads."""
         monkeypatch.setattr(MODULES["mosaic_tpu"], "SLOTS_IN_LANES_BYTES", 0)
-        case = ring_case(window=slots - 1, n=2, dim=24, lengths=(slots + 50, slots // 2))
+        lengths = (slots + 50, slots // 2)
+        case = ring_case(window=slots - 1, n=2, dim=24, lengths=lengths, cache_dtype=cache_dtype)
+        assert_matches(attend("mosaic_tpu", case), case)
+
+    def test_a_step_for_each_head_finds_its_scales(self, monkeypatch):
+        monkeypatch.setattr(MODULES["mosaic_tpu"], "STEP_BYTES", 0)
+        case = ring_case(kv_heads=3, cache_dtype="int8")
         assert_matches(attend("mosaic_tpu", case), case)
 
     @pytest.mark.parametrize(("prefix", "at"), [(0, 1400), (5, 1400), (5, 3), (5, -1)])
@@ -396,6 +439,7 @@ class TestMosaicTpu:
         [
             ((1, 1, 4, 64, "float16"), (1, 4, 512, 64, "float16"), False, "float16 queries"),
             ((1, 1, 4, 64, "bfloat16"), (1, 4, 512, 64, "float16"), False, "float16 keys"),
+            ((1, 1, 4, 64, "float32"), (1, 4, 512, 64, "uint8"), False, "uint8 keys"),
             ((1, 1, 4, 60, "float32"), (1, 4, 512, 60, "float32"), False, "60 dimensions"),
             ((1, 5, 8, 64, "float32"), (1, 1, 65536, 64, "float32"), True, "slot sums over 65536"),
             ((1, 16, 512, 256, "float32"), (1, 1, 512, 256, "float32"), False, "8192 queries"),
@@ -440,7 +484,7 @@ class TestApi:
             ("queries", (np.zeros((2, 1, 6, 16), np.int32),)),
             ("queries", (np.zeros((2, 6, 16), np.float32),)),
             ("queries", (np.zeros((2, 0, 6, 16), np.float32),)),
-            ("k", np.zeros((2, 2, 25, 16), np.int8)),
+            ("k", np.zeros((2, 2, 25, 16), np.int16)),
             ("k", np.zeros((2, 25, 16), np.float32)),
             ("k", np.zeros((1, 2, 25, 16), np.float32)),
             ("k", np.zeros((2, 2, 25, 8), np.float32)),
@@ -456,6 +500,8 @@ class TestApi:
             ("prefix", -1),
             ("prefix", 26),
             ("window", 0),
+            ("k_scale", np.ones((2, 2, 25), np.float32)),
+            ("v_scale", np.ones((2, 2, 25), np.float32)),
             ("sinks", np.zeros(6, np.float16)),
             ("sinks", np.zeros(2, np.float32)),
             ("soft_cap", 0.0),
@@ -468,12 +514,44 @@ class TestApi:
         with pytest.raises(ValueError, match=f"^{argument}: "):
             decode_attention(**self.operands(**{argument: wrong}))
 
+    @pytest.mark.parametrize(
+        ("argument", "wrong"),
+        [
+            ("k_scale", None),
+            ("v_scale", None),
+            ("k_scale", np.ones((2, 25, 2), np.float32)),
+            ("v_scale", np.ones((2, 2, 25), np.float16)),
+        ],
+    )
+    def test_a_wrong_scale_of_an_int8_cache_is_named(self, argument, wrong):
+        case = ring_case(cache_dtype="int8")
+        scales = {"k_scale": case.k_scale, "v_scale": case.v_scale, argument: wrong}
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            decode_attention(*case[:5], **case.static, **scales)
+
     def test_an_implementation_that_lacks_the_dtype_is_named(self):
         case = ring_case(dtype="float16")
         with pytest.raises(
             ValueError, match=r"^implementation: 'mosaic_tpu' does not take float16"
         ):
             decode_attention(*case[:5], **case.static, implementation="mosaic_tpu")
+
+    @pytest.mark.parametrize(
+        ("capability", "chosen"), [("8.6", "xla"), ("8.9", "triton"), ("10.0", "triton")]
+    )
+    def test_default_for_float8_by_gpu(self, monkeypatch, capability, chosen):
+        """Where Triton cannot convert it, compiling would end the process."""
+        device = SimpleNamespace(platform="gpu", device_kind="", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        case = ring_case(cache_dtype="float8_e4m3fn")
+        module = choose(
+            "decode_attention",
+            None,
+            lambda module: module.unsupported(
+                case.queries[0], case.k, rotations=2, slot_sums=False
+            ),
+        )
+        assert module.__name__ == f"pallas_kernels.decode_attention.{chosen}"
 
     @pytest.mark.parametrize(
         ("device", "dtype", "chosen"),

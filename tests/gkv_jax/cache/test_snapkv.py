@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, init_cache
+from gkv_jax.cache.policies.snapkv import SNAPKV
+from gkv_jax.cache.prompt import PromptLayer, select
 from gkv_jax.cache.segments import EMPTY
-from gkv_jax.cache.snapkv import select
-from gkv_jax.decode import prefill_chunk, prefill_snapkv
+from gkv_jax.decode import prefill_chunk, prefill_whole
 from tests.gkv_jax.cache.test_streaming import CONFIG, MODEL, PARAMS, TEXT, inputs_for, step
 from tests.gkv_jax.oracle import ListCache
 
@@ -20,7 +21,7 @@ SPEC = CacheSpec(policy="snapkv", sinks=3, kept=6, window=9, observe=4, pool=3, 
 def prefill(text: list[int], spec: CacheSpec, padded: int, row: int = 1) -> Cache:
     tokens = np.full(padded, 13, np.int32)
     tokens[: len(text)] = text
-    return prefill_snapkv(
+    return prefill_whole(
         PARAMS,
         init_cache(spec, MODEL, 2, jnp.float32),
         tokens,
@@ -29,6 +30,25 @@ def prefill(text: list[int], spec: CacheSpec, padded: int, row: int = 1) -> Cach
         model=MODEL,
         spec=spec,
     )
+
+
+def selected(spec: CacheSpec, q: np.ndarray, k: np.ndarray, length: int) -> list[list[int]]:
+    """What SnapKV keeps of rotated queries ``[L,Hq,D]`` and keys ``[L,Hk,D]``."""
+    rotated_q, rotated_k = jnp.asarray(q)[None], jnp.asarray(k)[None]
+    layer = PromptLayer(
+        kind=MODEL.layers[0],
+        length=jnp.int32(length),
+        q=rotated_q,
+        rotated_q=rotated_q,
+        k=rotated_k,
+        rotated_k=rotated_k,
+        v=rotated_k,
+        scale=q.shape[-1] ** -0.5,
+        soft_cap=None,
+        sinks=None,
+    )
+    scores = SNAPKV.score(layer.evidence(SNAPKV, spec, None), spec)
+    return select(spec, scores[0], layer.length).tolist()
 
 
 def decode(cache: Cache, text: list[int], start: int, spec: CacheSpec) -> np.ndarray:
@@ -96,8 +116,7 @@ def test_the_key_that_the_end_looks_for_is_kept() -> None:
         queries = q.copy()
         queries[length - 4 : length] = 1
         queries[length:] = -3
-        chosen = select(spec, jnp.asarray(queries), jnp.asarray(keys), jnp.int32(length))
-        assert chosen.tolist() == np.sort(planted, axis=1).tolist()
+        assert selected(spec, queries, keys, length) == np.sort(planted, axis=1).tolist()
 
 
 def test_neighbours_of_a_key_share_its_score() -> None:
@@ -106,8 +125,7 @@ def test_neighbours_of_a_key_share_its_score() -> None:
     keys[17] = 5
     queries = np.zeros((40, 4, 8), np.float32)
     queries[36:] = 1
-    chosen = select(spec, jnp.asarray(queries), jnp.asarray(keys), jnp.int32(40))
-    assert chosen.tolist() == [[16, 17, 18]] * 2
+    assert selected(spec, queries, keys, 40) == [[16, 17, 18]] * 2
 
 
 def test_prefill_memory_is_not_quadratic() -> None:
@@ -117,7 +135,7 @@ def test_prefill_memory_is_not_quadratic() -> None:
         shapes = jax.eval_shape(lambda: init_cache(SPEC, MODEL, 1, jnp.float32))
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         tokens = jax.ShapeDtypeStruct((padded,), jnp.int32)
-        lowered = prefill_snapkv.lower(
+        lowered = prefill_whole.lower(
             PARAMS, shapes, tokens, scalar, scalar, model=MODEL, spec=SPEC
         )
         return lowered.compile().memory_analysis().temp_size_in_bytes

@@ -32,7 +32,7 @@ TEXT = np.random.default_rng(7).integers(0, CONFIG.vocab_size, 48).tolist()
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def step(cache: Cache, inputs: StepInputs, *, spec: CacheSpec) -> tuple[jax.Array, Cache]:
-    hidden, cache = forward(PARAMS, cache, inputs, model=MODEL, spec=spec)
+    hidden, cache, _ = forward(PARAMS, cache, inputs, model=MODEL, spec=spec)
     return MODEL.logits(PARAMS, hidden), cache
 
 
@@ -136,7 +136,7 @@ def test_a_row_does_not_know_its_neighbours() -> None:
         ]
         rng.shuffle(texts)
         for row in range(8):
-            cache = reset_row(cache, np.int32(row), spec=SPEC)
+            cache = reset_row(cache, np.int32(row), spec=SPEC, model=MODEL)
         expected = [oracle_logits(text, SPEC) for text in texts]
         for at in range(max(map(len, texts))):
             rows = [([text[at]], at) if at < len(text) else None for text in texts]

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.perplexity import LAST, LEAST_COLLAPSE, MOST_LOSS, Score, measure
-from benchmarks.texts import DEFAULT_TEXT, load_text
+from gkv_jax.evaluate.texts import DEFAULT_TEXT, load_text
 from gkv_jax.models.llama import Llama
 from gkv_jax.weights import load_model
 

@@ -2,13 +2,20 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
+from gkv_jax.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    YarnScaling,
+)
 
 from .conftest import TINY, hf_config
 
@@ -70,6 +77,60 @@ def test_defaults_are_those_of_llama() -> None:
             {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
             RopeConfig(5e5, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
         ),
+        # As the first YaRN models have it.
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 4096,
+                    "finetuned": True,
+                }
+            },
+            RopeConfig(1e4, YarnScaling(16.0, 4096, 0.1 * math.log(16) + 1)),
+        ),
+        # As gpt-oss has it, but for the type of the model.
+        (
+            {
+                "rope_theta": 150000,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 16.0,
+                    "beta_slow": 2.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+            RopeConfig(
+                150000.0,
+                YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, 16.0, 2.0, truncate=False),
+            ),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.5}},
+            RopeConfig(1e4, YarnScaling(2.0, TINY.max_position_embeddings, 1.5)),
+        ),
+        (
+            {
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": None,
+                    "original_max_position_embeddings": 9,
+                    "attention_factor": 1,
+                },
+            },
+            RopeConfig(1e4, YarnScaling(TINY.max_position_embeddings / 64, 64, 1.0)),
+        ),
+        ({"partial_rotary_factor": 0.5}, RopeConfig(1e4, None, 0.5)),
+        (
+            {
+                "partial_rotary_factor": 0.25,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+            },
+            RopeConfig(1e4, None, 0.5),
+        ),
     ],
 )
 def test_rope_of_transformers_4_and_5(changes: dict[str, Any], rope: RopeConfig) -> None:
@@ -88,13 +149,19 @@ def test_rope_of_transformers_4_and_5(changes: dict[str, Any], rope: RopeConfig)
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_interleaved": True}, "rope_interleaved"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"partial_rotary_factor": 0.32}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "lacks factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}}, "low_freq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope_parameters of type 'longrope'.*yarn",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 1.2}}, "attention_factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, "partial"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_key_value_heads": 3}, "num_kv_heads"),
         ({"head_dim": 15}, "head_dim"),
@@ -133,6 +200,53 @@ def test_reads_what_the_installed_transformers_writes(
     )
     assert config.rope.theta == rope["rope_theta"]
     assert (config.rope.scaling is not None) == (rope["rope_type"] == "llama3")
+
+
+def gguf_metadata(**rope: Any) -> dict[str, Any]:
+    return {
+        "general.architecture": "llama",
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.block_count": 1,
+        "llama.context_length": 1024,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.vocab_size": 61,
+        **{f"llama.rope.scaling.{name}": value for name, value in rope.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({}, YarnScaling(4.0, 1024, 0.1 * math.log(4) + 1)),
+        (
+            {
+                "original_context_length": 256,
+                "attn_factor": 0.5,
+                "yarn_beta_fast": 16.0,
+                "yarn_beta_slow": 2.0,
+            },
+            YarnScaling(4.0, 256, 0.5 * (0.1 * math.log(4) + 1), 16.0, 2.0),
+        ),
+    ],
+)
+def test_yarn_of_gguf(rope: dict[str, Any], scaling: YarnScaling) -> None:
+    metadata = gguf_metadata(type="yarn", factor=4.0, **rope)
+    assert ModelConfig.from_gguf(metadata, ["output.weight"]).rope == RopeConfig(1e4, scaling)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"type": "yarn"}, "without llama.rope.scaling.factor"),
+        ({"type": "longrope", "factor": 4.0}, "'longrope' is not served"),
+        ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+    ],
+)
+def test_what_is_not_served_of_gguf(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        ModelConfig.from_gguf(gguf_metadata(**rope), ["output.weight"])
 
 
 def test_fields_that_nobody_reads_are_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from gkv_jax.errors import UserError
 from gkv_jax.weights.download import sha256_of
+from gkv_jax.weights.entries import models_folder
 from gkv_jax.weights.store import cache_folder
 
 DEFAULT_TEXT = "britannica-shakespeare"
 
-_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "texts"
+_FOLDER = models_folder().parent / "texts"
 
 
 def load_text(name_or_path: str) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import texts
 from gkv_jax import UserError
+from gkv_jax.evaluate import texts
 
 
 def test_page_margins_do_not_end_a_paragraph() -> None:

@@ -1,0 +1,206 @@
+"""Attention over a whole text at once, with nothing cached: what caches are compared with.
+
+Independent of ``gkv_jax.cache`` and of the kernels, and slow: every score of every layer exists.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from gkv_jax.cache import CacheSpec
+from gkv_jax.errors import UserError
+from gkv_jax.models.protocol import AttentionLayer, Decoder, Params
+from gkv_jax.rope import inverse_frequencies, rotate
+
+_QUERY_BLOCK = 32
+
+
+def reference_nll(
+    model: Decoder, params: Params, tokens: Sequence[int] | NDArray[np.integer], spec: CacheSpec
+) -> NDArray[np.float64]:
+    """What ``streaming_nll`` gives for a cache without scores, by the definition of StreamingLLM.
+
+    Every query has its own mask (the sinks, and the window that ends in itself) and sees each key at
+    the rank that it has among those (arXiv 2309.17453, section 3.2): keys are rotated once per query.
+    Memory and time are quadratic in the text; a few hundred tokens are enough to compare.
+
+    Args:
+      model: the architecture.
+      params: its parameters.
+      tokens: the text, T token ids, T >= 2.
+      spec: of policy ``window`` or ``full``.
+
+    Returns:
+      float64 ``[T-1]``, in nats: entry i is for ``tokens[i + 1]``.
+
+    Raises:
+      UserError: another policy, or a model whose layers have windows of their own.
+    """
+    if spec.policy not in ("window", "full"):
+        raise UserError(f"cache.policy {spec.policy!r} has no reference; use 'window' or 'full'")
+    if any(layer.window is not None for layer in model.layers):
+        raise UserError("model has layers with windows of their own; the reference knows none")
+    text = np.asarray(tokens, np.int32)
+    return np.asarray(_ranked_nll(params, jnp.asarray(text), model=model, spec=spec), np.float64)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec"))
+def _ranked_nll(params: Params, text: jax.Array, *, model: Decoder, spec: CacheSpec) -> jax.Array:
+    """float32 ``[T-1]`` of a text ``[T]``."""
+    hidden = model.hidden(params, text[None, :-1], _RankedAttend(model, len(text) - 1, spec))
+    logits = model.logits(params, hidden[0])
+    chosen = jnp.take_along_axis(logits, text[1:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+class _RankedAttend:
+    """``Attend`` for a text ``[1,L]`` whose queries see each key at its rank."""
+
+    def __init__(self, model: Decoder, length: int, spec: CacheSpec) -> None:
+        self._model, self._length, self._spec = model, length, spec
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        spec, kind = self._spec, self._model.layers[layer]
+        keys = jnp.arange(self._length)
+        cos, sin = (jnp.asarray(table) for table in _angle_tables(kind, self._length))
+
+        def one(at: jax.Array) -> jax.Array:
+            """The query at position ``at``: ``[Hq,D]``."""
+            seen = (keys <= at) & ((keys < spec.sinks) | (keys > at - spec.window))
+            # Rank among the seen; where a key is not seen the number does not matter.
+            ranks = jnp.cumsum(seen) - 1
+            if spec.positions == "text":
+                ranks = keys
+            own = ranks[at]
+            out, _ = attention(
+                rotate(q[0, at], kind.rope.for_queries((cos[own][None], sin[own][None])))[None],
+                rotate(k[0], (cos[ranks][:, None], sin[ranks][:, None])),
+                v[0],
+                seen[None],
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
+            return out[0]
+
+        return jax.lax.map(one, keys, batch_size=_QUERY_BLOCK)[None]
+
+
+@functools.lru_cache(maxsize=8)
+def _angle_tables(layer: AttentionLayer, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine ``[length, d/2]`` float32, of angles in float64."""
+    frequencies = inverse_frequencies(layer.rope.config, layer.rope.head_dim)
+    angles = np.arange(length)[:, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "count"))
+def attention_rows(
+    params: Params, tokens: jax.Array, first: jax.Array, *, model: Decoder, count: int
+) -> jax.Array:
+    """Attention probabilities of ``count`` successive queries over the whole text before them.
+
+    Args:
+      params: the model's parameters.
+      tokens: int32 ``[L]``; what lies after the last of the queries is padding.
+      first: position of the first query, int32 scalar.
+      model: static. count: static.
+
+    Returns:
+      float32 ``[num_layers,Hk,count,L]``, the mean over the query heads of each KV head.
+    """
+    attend = _RecordingAttend(model, tokens.shape[0], first, count)
+    model.hidden(params, tokens[None], attend)
+    return jnp.stack(attend.rows)
+
+
+class _RecordingAttend:
+    """``Attend`` for a text ``[1,L]`` that keeps the rows of some queries in ``rows``."""
+
+    def __init__(self, model: Decoder, length: int, first: jax.Array, count: int) -> None:
+        self._model, self._positions = model, jnp.arange(length)
+        self._wanted = first + jnp.arange(count)
+        self.rows: list[jax.Array] = []
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        kind, positions = self._model.layers[layer], self._positions
+        cos, sin = kind.rope.angles(positions)
+        angles = (cos[:, None], sin[:, None])
+        rotated_q = rotate(q[0], kind.rope.for_queries(angles))
+        rotated_k = rotate(k[0], angles)
+
+        def rows(at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            seen = positions[None, :] <= at[:, None]
+            if kind.window is not None:
+                seen &= positions[None, :] > at[:, None] - kind.window
+            return attention(
+                rotated_q[at], rotated_k, v[0], seen, scale=scale, soft_cap=soft_cap, sinks=sinks
+            )
+
+        self.rows.append(rows(self._wanted)[1].swapaxes(0, 1))
+        block = min(len(positions), 256)
+        out = jax.lax.map(lambda at: rows(at)[0], positions.reshape(-1, block))
+        return out.reshape(q.shape)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention, written out.
+
+    Args:
+      q: rotated queries ``[n,Hq,D]``.
+      k: rotated keys ``[L,Hk,D]``.
+      v: values ``[L,Hk,D]``.
+      seen: bool ``[n,L]``, some key for each query.
+      scale, soft_cap, sinks: see ``Attend``.
+
+    Returns:
+      ``[n,Hq,D]`` in the dtype of ``q``, and float32 probabilities ``[n,Hk,L]``, the mean over the query
+      heads of each KV head. With learned sinks they sum to less than one.
+    """
+    n, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(n, kv_heads, -1, dim)
+    scores = jnp.einsum("nhgd,lhd->nhgl", grouped, k, preferred_element_type=jnp.float32)
+    scores *= dim**-0.5 if scale is None else scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
+    if sinks is not None:
+        extra = jnp.broadcast_to(sinks.reshape(1, kv_heads, -1, 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, extra], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[0]]
+    out = jnp.einsum("nhgl,lhd->nhgd", weights, v.astype(jnp.float32))
+    return out.reshape(n, heads, dim).astype(q.dtype), weights.mean(axis=2)

@@ -1,0 +1,88 @@
+"""Reading a prompt into a row of the cache: whole where a policy must see all of it, else in chunks."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gkv_jax.cache import Cache, CacheSpec
+from gkv_jax.decode import prefill_chunk, prefill_whole
+from gkv_jax.models.protocol import Decoder, Params
+
+SHORTEST = 32
+"""Tokens of the smallest compiled prefill, unless the spec's chunks are shorter."""
+
+
+def read_prompt(
+    params: Params,
+    cache: Cache,
+    tokens: Sequence[int],
+    row: int,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+    start: int = 0,
+) -> Cache:
+    """The cache with ``tokens`` in ``row``, where the next token will stand at position T.
+
+    Args:
+      params, model: the model.
+      cache: donated.
+      tokens: the prompt, T >= 0 ids, from the text's first on.
+      row: of the batch; empty (``reset_row``), or holding the first ``start`` tokens.
+      spec: the cache's.
+      start: tokens that the row holds already; 0 if ``spec.selects(T)``.
+    """
+    latest = cache
+    for after in reading(params, cache, tokens, row, model=model, spec=spec, start=start):
+        latest = after
+    return latest
+
+
+def reading(
+    params: Params,
+    cache: Cache,
+    tokens: Sequence[int],
+    row: int,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+    start: int = 0,
+) -> Iterator[Cache]:
+    """``read_prompt`` call by call of the device: the cache after each, the last one first donated."""
+    if spec.selects(len(tokens)):
+        yield prefill_whole(
+            params,
+            cache,
+            _pad(tokens, bucket(len(tokens))),
+            np.int32(row),
+            np.int32(len(tokens)),
+            model=model,
+            spec=spec,
+        )
+        return
+    while start < len(tokens):
+        chunk = tokens[start : start + spec.chunk_at(start)]
+        _, cache = prefill_chunk(
+            params,
+            cache,
+            _pad(chunk, min(bucket(len(chunk)), spec.longest_chunk)),
+            np.int32(row),
+            np.int32(start),
+            np.int32(len(chunk)),
+            model=model,
+            spec=spec,
+        )
+        yield cache
+        start += len(chunk)
+
+
+def bucket(length: int) -> int:
+    """The power of two, ``SHORTEST`` at least, to which so many tokens are padded."""
+    return max(SHORTEST, 1 << math.ceil(math.log2(length)))
+
+
+def _pad(tokens: Sequence[int], size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
