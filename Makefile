@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 MODEL  ?= smollm2-135m-instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full model aot-cuda lint format bench clean
+.PHONY: help demo test test-full model aot-cuda lint format bench bench-peers eval-cache clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,20 @@ bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.perplexity
 	$(BIN)/python -m benchmarks.fill
+	$(BIN)/python -m benchmarks.long_context
+
+# kvpress wants an older transformers than ours: an environment of its own, without our constraints.
+$(VENV)/kvpress/installed: | $(VENV)/installed
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet 'kvpress==0.5.5' 'torch==2.13.0'
+	@touch $@
+
+bench-peers: model $(VENV)/kvpress/installed  ## do we keep the tokens that kvpress keeps? (fetches torch)
+	$(BIN)/python -m benchmarks.kvpress --python $(VENV)/kvpress/bin/python
+
+eval-cache: model  ## how well bounded caches answer, as tables and plots in cache-quality/
+	$(BIN)/python -m gkv_jax.evaluate.cache
 
 clean:  ## remove the environment and caches (not the fetched model)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

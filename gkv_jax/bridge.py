@@ -46,6 +46,17 @@ class _Row:
     """The last accepted token, then the drafts."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A request whose row of the cache is to be read before anyone else writes to it."""
+
+    slot: int
+    request: Request
+    position: int
+    """Tokens of the text that are in the cache."""
+    reason: FinishReason
+
+
 class _FillWorker:
     """A thread that calls ``fill`` once for every ``start``.
 
@@ -117,6 +128,7 @@ class Session:
         self._vocab_size = vocab_size
         self._watchdog_s, self._wants_pause = watchdog_s, wants_pause
         self._rows: list[_Row | None] = [None] * slots
+        self._ended: list[Ended] = []
         self._batch = batch = GuidedBatch(slots, spec.max_drafts, vocab_size)
         self._masks = masks = np.full(batch.mask_shape, -1, np.int32)
         self._enabled = enabled = np.zeros(batch.mask_shape[:2], np.int32)
@@ -131,6 +143,11 @@ class Session:
     def free_slots(self) -> list[int]:
         """Slots without a request."""
         return [slot for slot, row in enumerate(self._rows) if row is None]
+
+    def take_ended(self) -> list[Ended]:
+        """Requests that have ended but want a report of their row first; the caller finishes them."""
+        ended, self._ended = self._ended, []
+        return ended
 
     @property
     def any_active(self) -> bool:
@@ -164,6 +181,8 @@ class Session:
 
     def fail_all(self, error: Exception) -> None:
         """End every request with ``error``."""
+        for ended in self.take_ended():
+            ended.request.finish(ended.reason)
         for slot, row in enumerate(self._rows):
             if row is not None:
                 self._finish(slot, row, error=error)
@@ -192,7 +211,8 @@ class Session:
                     self._advance(slot, row, sampled[slot, :count].tolist(), logprobs)
                 except BaseException as error:  # one row's trouble (even a panic) is its alone
                     self._finish(slot, row, error=_as_exception(error))
-        return self._answer(go=self.any_active and not self._wants_pause())
+        pauses = bool(self._ended) or self._wants_pause()
+        return self._answer(go=self.any_active and not pauses)
 
     def collect(self) -> np.ndarray:
         """Masks of the step and, as a last word, whether they are enabled: int32 ``[B,N,W+1]``.
@@ -273,7 +293,10 @@ class Session:
     ) -> None:
         self._rows[slot] = None
         self._batch.release(slot)
-        row.request.finish(reason, error)
+        if row.request.wants_report and error is None:
+            self._ended.append(Ended(slot, row.request, row.position, reason))
+        else:
+            row.request.finish(reason, error)
 
     def _answer(self, *, go: bool) -> np.ndarray:
         n = self._spec.queries

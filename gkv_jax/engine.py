@@ -14,12 +14,14 @@ import numpy as np
 
 from gkv_jax.bridge import Session
 from gkv_jax.cache import Cache, CacheSpec, cache_dtype, check_layers, init_cache, reset_row
+from gkv_jax.cache.report import report as report_of
 from gkv_jax.cache.storage import check_dtype
 from gkv_jax.decode import Head, device_loop, host_loop
 from gkv_jax.drafts import DraftSource
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.prefill import SHORTEST, reading
+from gkv_jax.prefix import PrefixStore
 from gkv_jax.request import Request, RequestCancelled, Result, Stream
 from gkv_jax.sampling import Sampling, greedy_rows, set_row
 from gkv_jax.text import TextStream
@@ -95,6 +97,7 @@ class Engine:
         self._stop_token_ids = frozenset(t for t in stops if 0 <= t < model.vocab_size)
         self._cache = self._new_cache()
         self._cache_bytes = self._cache.nbytes
+        self._prefixes = PrefixStore(self.spec)
         self._inbox = _Inbox()
         self._session = self._new_session()
         self._sampling = greedy_rows(slots)
@@ -191,11 +194,13 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] | None = None,
         drafts: DraftSource | Sequence[DraftSource | None] | None = None,
         backend: str | Sequence[str | None] | None = None,
+        report: bool | Sequence[bool] = False,
     ) -> list[Result]:
         """Answer any number of prompts; results come in their order.
 
-        ``guide``, ``sampling``, ``drafts`` and ``backend`` (the grammar engine; the engine's own if
-        None) are one for all or one for each. A request that cannot be served has
+        ``guide``, ``sampling``, ``drafts``, ``backend`` (the grammar engine; the engine's own if None)
+        and ``report`` (whether ``Result.report`` shall say what the cache held at the end, for which the
+        loop pauses) are one for all or one for each. A request that cannot be served has
         ``finish_reason == "error"`` and says why; the others are not disturbed.
         """
         batch = _as_batch(prompts)
@@ -203,9 +208,10 @@ class Engine:
         samplings = _one_each("sampling", sampling, len(batch))
         sources = _one_each("drafts", drafts, len(batch))
         backends = _one_each("backend", backend, len(batch))
+        reports = _one_each("report", report, len(batch))
         requests: list[Request] = []
         try:
-            for each in zip(batch, guides, samplings, sources, backends, strict=True):
+            for each in zip(batch, guides, samplings, sources, backends, reports, strict=True):
                 try:
                     request = self.prepare(*each)
                 except (UserError, GrammarError) as error:
@@ -266,10 +272,12 @@ class Engine:
         sampling: Sampling | None = None,
         drafts: DraftSource | None = None,
         backend: str | None = None,
+        report: bool = False,
     ) -> Request:
         """Check and compile everything that can be checked and compiled before a slot is taken.
 
-        ``backend`` names the grammar engine for this request; the engine's own if None.
+        ``backend`` names the grammar engine for this request; the engine's own if None. ``report`` asks
+        for ``Result.report``.
 
         Raises:
           UserError: prompt, sampling or cache do not go together, naming the field.
@@ -288,6 +296,7 @@ class Engine:
             text_stream=TextStream(self.tokenizer, sampling.stop_texts),
             grammar=None if guide is None else self.compiler.compile(guide, backend),
             drafts=drafts,
+            wants_report=report,
             cache_bytes=self._cache_bytes,
         )
 
@@ -303,10 +312,42 @@ class Engine:
         request.submitted = time.perf_counter()
         self._inbox.put(request)
 
+    def share_prefix(self, prompt: Prompt) -> int:
+        """Read a prompt's beginning once, for all later prompts that begin with the same tokens.
+
+        Such a prompt is read from there on (``stats["prefix_tokens"]`` says how much was saved), also
+        if it shares only a part of the prefix. A chat prefix should hold whole messages, such as the
+        system prompt; it is read without the template's opening of an answer. The last eight are held,
+        each in a row of the cache's size. Prompts that a score policy reads whole share nothing: what
+        it keeps of them depends on their ends.
+
+        Returns:
+          Tokens in the prefix. With ``CacheSpec.sinks`` of as many, it is never evicted, either.
+
+        Raises:
+          UserError: the prefix is invalid, or longer than the cache holds without evicting.
+          Exception: whatever kept it from being read.
+        """
+        tokens = self._encode(prompt, answer=False)
+        self._prefixes.check(len(tokens))
+        # A request's last prompt token is its first step's input and not in the cache before.
+        request = Request(
+            prompt=(*tokens, tokens[-1]),
+            sampling=Sampling(max_tokens=1),
+            stop_token_ids=self._stop_token_ids,
+            text_stream=TextStream(self.tokenizer),
+            shares_prefix=True,
+        )
+        self.submit(request)
+        error = request.result().error
+        if error is not None:
+            raise error
+        return len(tokens)
+
     # Weights and lifetime -----------------------------------------------------------------------
 
     def update_params(self, params: Params) -> None:
-        """Use new weights from the next loop run on, without a compile.
+        """Use new weights from the next loop run on, without a compile. Shared prefixes are forgotten.
 
         Raises:
           UserError: structure, shapes or dtypes differ from the present parameters.
@@ -338,7 +379,7 @@ class Engine:
 
     # Before a slot is taken -----------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, *, answer: bool = True) -> tuple[int, ...]:
         if not isinstance(prompt, Sequence):
             raise UserError(f"prompt is {prompt!r}; give a string or a list of messages")
         if not prompt:
@@ -347,7 +388,7 @@ class Engine:
             # Not verbose: a text longer than the trained length is no mistake here.
             tokens = self.tokenizer.encode(prompt, verbose=False)
         else:
-            tokens = self._encode_chat(prompt)
+            tokens = self._encode_chat(prompt, answer)
         if not tokens:
             raise UserError("prompt has no tokens; give at least one character or message")
         if max(tokens) >= self.model.vocab_size:
@@ -357,7 +398,7 @@ class Engine:
             )
         return tuple(tokens)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
         import jinja2
 
         if not self.tokenizer.chat_template:
@@ -367,7 +408,7 @@ class Engine:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
-                add_generation_prompt=True,
+                add_generation_prompt=answer,
                 tokenize=True,
                 return_dict=False,
                 tokenizer_kwargs={"verbose": False},
@@ -472,9 +513,22 @@ class Engine:
                 head=self.head,
             )
             jax.block_until_ready(self._cache)
+        self._report_ended()
         if session.broken:
             session.close()
             self._session = self._new_session()
+
+    def _report_ended(self) -> None:
+        """Read the rows of requests that want a report, before others are seated there."""
+        for ended in self._session.take_ended():
+            try:
+                ended.request.report = report_of(
+                    self._cache, ended.slot, ended.position, spec=self.spec, model=self.model
+                )
+            except Exception as error:  # of this request alone
+                ended.request.finish("error", error)
+            else:
+                ended.request.finish(ended.reason)
 
     def _admit_waiting(self) -> None:
         waiting = self._inbox.waiting
@@ -497,14 +551,20 @@ class Engine:
 
     def _prefill(self, slot: int, request: Request) -> None:
         """Read a prompt, all but its last token: that one is the first step's input."""
-        self._cache = reset_row(self._cache, np.int32(slot), spec=self.spec, model=self.model)
-        tokens = request.prompt[:-1]
+        row, tokens = np.int32(slot), request.prompt[:-1]
+        spec, model, params = self.spec, self.model, self._params
+        self._cache = reset_row(self._cache, row, spec=spec, model=model)
+        self._prefixes.use_weights(params)
+        self._cache, start = self._prefixes.begin(self._cache, row, tokens)
+        request.prefix_tokens = start
         for cache in reading(
-            self._params, self._cache, tokens, slot, model=self.model, spec=self.spec
+            params, self._cache, tokens, slot, model=model, spec=spec, start=start
         ):
             self._cache = cache
             if request.cancelled or self._inbox.closing:
                 raise RequestCancelled("the request was cancelled while its prompt was read")
+        if request.shares_prefix:
+            self._prefixes.add(tokens, self._cache, row)
 
     def _new_cache(self) -> Cache:
         return init_cache(self.spec, self.model, self.slots, self.dtype)

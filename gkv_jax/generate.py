@@ -95,6 +95,18 @@ def generate(
         bool,
         typer.Option("--full", help="Evict nothing; end when full.", rich_help_panel=_CACHE),
     ] = False,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Any field of CacheSpec, as in policy=h2o or dtype=int8; repeatable.",
+            metavar="FIELD=VALUE",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    kept_plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw what the cache held at the end to a file.", rich_help_panel=_CACHE),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 256,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)
@@ -132,8 +144,9 @@ def generate(
     check_backend_name(backend)
     if full and kept:
         raise UserError("--full and --kept exclude each other; a full cache keeps everything")
-    policy: Any = "full" if full else "snapkv" if kept else "window"
-    cache = CacheSpec(policy=policy, sinks=sinks, kept=kept, window=window)
+    policy = "full" if full else "snapkv" if kept else "window"
+    sizes: dict[str, Any] = {"policy": policy, "sinks": sinks, "kept": kept, "window": window}
+    spec = CacheSpec(**(sizes | _cache_options(cache or [])))
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -143,9 +156,15 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    with Engine.from_pretrained(model, cache=cache, slots=1) as engine:
+    with Engine.from_pretrained(model, cache=spec, slots=1) as engine:
         text_or_chat = prompt if raw else _conversation(prompt)
-        request = engine.prepare(text_or_chat, guide=guide, sampling=sampling, backend=backend)
+        request = engine.prepare(
+            text_or_chat,
+            guide=guide,
+            sampling=sampling,
+            backend=backend,
+            report=kept_plot is not None,
+        )
         # Compile what this prompt needs, so that the statistics are those of decoding.
         with Console(stderr=True).status("compiling"):  # seen on terminals only
             engine.generate(text_or_chat, sampling=Sampling(max_tokens=1))
@@ -154,6 +173,24 @@ def generate(
             print(piece.text, end="", flush=True)
         print()
         _report(request)
+    if kept_plot is not None and (report := request.result().report) is not None:
+        from gkv_jax.evaluate import plot_kept
+
+        plot_kept(report, kept_plot)
+
+
+def _cache_options(options: list[str]) -> dict[str, Any]:
+    """Fields of ``CacheSpec`` from ``FIELD=VALUE``: integers where they are, else strings."""
+    from gkv_jax import CacheSpec
+
+    known = [field.name for field in dataclasses.fields(CacheSpec)]
+    values: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals or name not in known:
+            raise UserError(f"--cache {option}: write FIELD=VALUE with one of {', '.join(known)}")
+        values[name] = int(value) if value.isdecimal() else value
+    return values
 
 
 def _conversation(prompt: str) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gkv_jax.cache.report import CacheReport
 from gkv_jax.drafts import DraftSource
 from gkv_jax.sampling import Sampling
 from gkv_jax.text import TextStream
@@ -65,7 +66,9 @@ class Result:
         ``error``.
       error: why, where ``finish_reason`` is ``error``; what was generated before it is kept.
       logprobs: of each token, where ``Sampling.logprobs`` asked for them; else None.
-      stats: ``prompt_tokens``, ``tokens``, ``forwards``, ``head_fraction`` (of the LM head that a
+      report: what the cache held of the text at its end, where it was asked for; else None.
+      stats: ``prompt_tokens``, ``prefix_tokens`` (of these, not read but taken from a shared prefix),
+        ``tokens``, ``forwards``, ``head_fraction`` (of the LM head that a
         forward read, on average, for the whole batch), ``queue_seconds`` (waiting for a slot),
         ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
         ``drafts_proposed``, ``drafts_accepted``, ``grammar_us_per_token`` (host time to fill masks),
@@ -79,6 +82,7 @@ class Result:
     finish_reason: FinishReason
     error: Exception | None
     logprobs: tuple[TokenLogprobs, ...] | None
+    report: CacheReport | None
     stats: dict[str, Any]
 
 
@@ -92,6 +96,9 @@ class Request:
     text_stream: TextStream
     grammar: Grammar | None = None
     drafts: DraftSource | None = None
+    wants_report: bool = False
+    shares_prefix: bool = False
+    """Whether the prompt, but for its last token, shall be kept for prompts that begin with it."""
     sink: Callable[[Piece | None], None] | None = None
     """Set before submitting, it takes each piece as it comes, then None, in place of ``pieces()``.
     The loop's host side calls it: it must neither block nor raise."""
@@ -107,6 +114,8 @@ class Request:
     drafts_proposed: int = 0
     drafts_accepted: int = 0
     fill_seconds: float = 0.0
+    prefix_tokens: int = 0
+    report: CacheReport | None = None
     cache_bytes: int = 0
     submitted: float = 0.0
     admitted: float = 0.0
@@ -171,6 +180,7 @@ class Request:
             finish_reason=self.finish_reason,
             error=self.error,
             logprobs=None if self.sampling.logprobs is None else tuple(self.logprobs),
+            report=self.report,
             stats=self._stats(),
         )
 
@@ -200,6 +210,7 @@ class Request:
         count = len(self.tokens)
         return {
             "prompt_tokens": len(self.prompt),
+            "prefix_tokens": self.prefix_tokens,
             "tokens": count,
             "forwards": self.forwards,
             "head_fraction": self.head_read / max(self.forwards, 1),

@@ -33,6 +33,7 @@ StorageDtype = Literal["bfloat16", "float8_e4m3fn", "int8"]
 
 _LEVELS = 127  # int8 is used symmetrically: -128 is not
 _TINY = 1e-30  # stands for a largest element of 0; divided by 127, it is still a normal float32
+_FEWEST_TOKENS = 4  # that a channel scale is made from
 _FLOAT8_PLATFORMS = ("cpu", "gpu", "tpu")
 
 
@@ -165,10 +166,12 @@ def fill_row(stored: Stored, row: jax.Array, values: jax.Array) -> Stored:
 def channel_scale(k: jax.Array, real: jax.Array, rotary_dim: int | None = None) -> jax.Array:
     """The scale of each channel of a text's keys, from its first tokens: float32 ``[Hk,D]``, positive.
 
-    A pair of channels has its largest magnitude ``sqrt(k[i]**2 + k[i + d/2]**2)``, which a rotation
-    preserves, so that keys have the same scale before it and after; a channel that is not rotated has
-    its largest absolute value. None has less than half the head's median: a few tokens say little
-    about the small ones, and were one much larger later, it would take the steps of all the others.
+    It is the root of the channels' largest size, as in SmoothQuant (arXiv 2211.10438): with the size
+    itself, channels in which these tokens were small by chance would take the steps of all the others
+    once they are large. The size of a pair of channels is ``sqrt(k[i]**2 + k[i + d/2]**2)``, which a
+    rotation preserves, so that keys have the same scale before it and after; that of a channel which is
+    not rotated is its absolute value. None counts for less than half the head's median. Fewer than four
+    tokens say too little: the first of a text has keys of its own kind. Their scale is 1.
 
     Args:
       k: keys ``[N,Hk,D]``, in the half-split layout of `gkv_jax.rope`.
@@ -182,7 +185,8 @@ def channel_scale(k: jax.Array, real: jax.Array, rotary_dim: int | None = None) 
     largest = magnitude.max(axis=-1, keepdims=True)
     # The second floor is for heads most of whose channels are 0.
     floor = jnp.maximum(jnp.median(magnitude, axis=-1, keepdims=True) / 2, largest / 1024)
-    scale = jnp.where(largest > _TINY, jnp.maximum(magnitude, floor), 1.0)
+    is_known = (largest > _TINY) & (real.sum() >= _FEWEST_TOKENS)
+    scale = jnp.where(is_known, jnp.sqrt(jnp.maximum(magnitude, floor)), 1.0)
     return jnp.concatenate([scale[:, :half], scale], axis=-1)
 
 

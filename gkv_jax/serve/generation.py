@@ -75,14 +75,14 @@ async def result(engine: Engine, request: Request, http: fastapi.Request) -> Res
 def warm_up(engine: Engine, limits: Limits) -> None:
     """Compile the decode loop and prefill, and load the grammar engine, before clients come.
 
-    Policy ``snapkv`` reads a long prompt in one piece: each size up to the longest prompt that the
-    limits allow is a program of its own.
+    A score policy reads a long prompt in one piece: each size up to the longest prompt that the limits
+    allow is a program of its own.
 
     Raises:
       Exception: whatever keeps this engine from serving.
     """
     longest = min(limits.prompt_tokens, engine.model.max_positions)
-    engine.warm_up(longest if engine.spec.policy == "snapkv" else None)
+    engine.warm_up(longest if engine.spec.selects(longest - 1) else None)
     (guided,) = engine.generate("Hello", guide=Guide.json(), sampling=Sampling(max_tokens=2))
     if guided.error is not None:
         raise guided.error

@@ -86,7 +86,8 @@ def byte_tokenizer() -> Any:
         eos_token="<stop>",
         extra_special_tokens=special[1:],
         chat_template=(
-            "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+            "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+            "{% if add_generation_prompt %}<model>{% endif %}"
         ),
     )
 

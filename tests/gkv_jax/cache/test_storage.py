@@ -281,12 +281,12 @@ def keys_with_outliers(n: int = 40, heads: int = 2, dim: int = 16) -> np.ndarray
 class TestChannelScale:
     REAL = np.ones(40, bool)
 
-    def test_is_the_largest_magnitude_of_each_pair(self):
+    def test_is_the_root_of_the_largest_magnitude_of_each_pair(self):
         k = normal(40, 2, 16)
         scale = np.asarray(channel_scale_(k, self.REAL))
         pairs = np.hypot(k[..., :8], k[..., 8:]).max(axis=0)
         assert np.all(pairs > np.median(pairs, axis=-1, keepdims=True) / 2)  # no floor in here
-        np.testing.assert_allclose(scale, np.concatenate([pairs, pairs], axis=-1), rtol=1e-6)
+        np.testing.assert_allclose(scale**2, np.concatenate([pairs, pairs], axis=-1), rtol=1e-6)
 
     def test_does_not_depend_on_the_rotation(self):
         k = keys_with_outliers()
@@ -306,7 +306,7 @@ class TestChannelScale:
         k[:, :, 9:] *= np.arange(2, 9)
         scale = np.asarray(channel_scale_(k, self.REAL, rotary_dim=8))
         np.testing.assert_array_equal(scale[:, :4], scale[:, 4:8])
-        np.testing.assert_allclose(scale[:, 9:], np.abs(k[:, :, 9:]).max(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(scale[:, 9:] ** 2, np.abs(k[:, :, 9:]).max(axis=0), rtol=1e-6)
 
     def test_padding_does_not_count(self):
         k = normal(40, 2, 16)
@@ -325,11 +325,16 @@ class TestChannelScale:
 
     def test_a_small_channel_that_grows_does_not_blur_the_others(self):
         """A first token with a channel near 0 must not make that channel's steps the measure of all."""
-        first, later = normal(1, 1, 16, seed=1), normal(40, 1, 16, seed=2)
-        first[0, 0, [5, 13]] = 1e-4
-        scale = np.asarray(channel_scale_(first, np.ones(1, bool)))
+        first, later = normal(4, 1, 16, seed=1), normal(40, 1, 16, seed=2)
+        first[:, 0, [5, 13]] = 1e-4
+        scale = np.asarray(channel_scale_(first, np.ones(4, bool)))
         stored = encode_(later / scale, dtype="int8")
-        assert np.abs(values_of(stored) * scale - later).max() < 0.06
+        assert np.abs(values_of(stored) * scale - later).max() < 0.02
+
+    @pytest.mark.parametrize("tokens", [0, 1, 3, 4])
+    def test_a_few_tokens_have_none(self, tokens):
+        scale = channel_scale_(normal(40, 2, 16), np.arange(40) < tokens)
+        assert np.all(scale == 1) == (tokens < 4)
 
     def test_an_outlier_channel_leaves_the_others_their_steps(self):
         k = keys_with_outliers()
@@ -339,8 +344,8 @@ class TestChannelScale:
         with_scale = values_of(encode_(k / scale, dtype="int8")) * scale
         without = values_of(encode_(k, dtype="int8"))
         errors = [np.abs(x - k)[..., small].max() for x in (with_scale, without)]
-        assert errors[0] < 0.03
-        assert errors[1] > 10 * errors[0]
+        assert errors[0] < 0.15
+        assert errors[1] > 5 * errors[0]
 
 
 class TestAttention:

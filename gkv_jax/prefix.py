@@ -1,0 +1,95 @@
+"""Prompt prefixes that requests share: read once, copied into the row of whoever begins with them.
+
+What a token's keys and values are depends on nothing after it, so the cached prefix of one prompt is
+that of every prompt with the same first tokens, as long as nothing has been evicted from it. What a
+score policy has selected is not: it depends on the prompt's end. So only rows that still hold all of
+their text are kept here.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from gkv_jax.cache import Cache, CacheSpec
+from gkv_jax.cache.segments import EMPTY
+from gkv_jax.errors import UserError
+from gkv_jax.models.protocol import Params
+
+Tokens = tuple[int, ...]
+
+
+class PrefixStore:
+    """The last few prefixes, each as a row of the cache."""
+
+    def __init__(self, spec: CacheSpec, most: int = 8) -> None:
+        """``most`` is how many are held; the one that was used longest ago makes room."""
+        self._spec, self._most = spec, most
+        self._params: Params = None
+        self._rows: collections.OrderedDict[Tokens, Cache] = collections.OrderedDict()
+
+    def check(self, length: int) -> None:
+        """Raise UserError if a prefix of so many tokens would lose some of them in the cache."""
+        holds = self._spec.sinks + self._spec.window - 1
+        if length > holds:
+            raise UserError(
+                f"prefix has {length} tokens, more than the {holds} that the cache holds before it "
+                f"evicts; set cache.sinks to {length} to keep it for good, or shorten it"
+            )
+
+    def add(self, tokens: Tokens, cache: Cache, row: jax.Array) -> None:
+        """Keep a copy of ``row``, which holds ``tokens`` and nothing else."""
+        self._rows[tokens] = _take(cache, row)
+        self._rows.move_to_end(tokens)
+        while len(self._rows) > self._most:
+            self._rows.popitem(last=False)
+
+    def begin(self, cache: Cache, row: jax.Array, tokens: Sequence[int]) -> tuple[Cache, int]:
+        """``cache`` (donated) with what is known of ``tokens`` in ``row``, and how many tokens that is.
+
+        The row must be empty. Nothing is shared where the policy wants to read the prompt whole.
+        """
+        if self._spec.selects(len(tokens)):
+            return cache, 0
+        shared = {known: _common(known, tokens) for known in self._rows}
+        if self._spec.evictor is not None:  # what its policy remembers is that of the whole prefix
+            shared = {known: n for known, n in shared.items() if n == len(known)}
+        best = max(shared, key=shared.__getitem__, default=())
+        length = shared.get(best, 0)
+        if length == 0:
+            return cache, 0
+        self._rows.move_to_end(best)
+        return _put(cache, row, self._rows[best], jnp.int32(length)), length
+
+    def use_weights(self, params: Params) -> None:
+        """Forget what was read with other weights."""
+        if params is not self._params:
+            self._rows.clear()
+            self._params = params
+
+
+def _common(known: Tokens, tokens: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = zip(known, tokens, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(known), len(tokens)))
+
+
+@jax.jit
+def _take(cache: Cache, row: jax.Array) -> Cache:
+    """One row, as a batch of one."""
+    return jax.tree.map(lambda leaf: leaf[row][None], cache)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _put(cache: Cache, row: jax.Array, prefix: Cache, length: jax.Array) -> Cache:
+    """Write the first ``length`` tokens of ``prefix``, a batch of one, to ``row``."""
+    cache = jax.tree.map(lambda leaf, new: leaf.at[row].set(new[0]), cache, prefix)
+    slots = []
+    for each in cache.slots:
+        held = each.slot_pos[row]
+        held = jnp.where(held < length, held, EMPTY)
+        slots.append(dataclasses.replace(each, slot_pos=each.slot_pos.at[row].set(held)))
+    return Cache(layers=cache.layers, slots=tuple(slots))

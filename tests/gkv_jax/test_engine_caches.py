@@ -1,0 +1,257 @@
+"""Cache policies, shared prefixes and reports through the engine, on the random tiny model."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserError
+from gkv_jax.cache.policies import POLICIES
+from gkv_jax.errors import PromptTooLongError
+from gkv_jax.models.llama import Llama
+from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
+
+CONFIG = text_config()
+MODEL = Llama(CONFIG)
+PARAMS = random_params(CONFIG)
+TOKENIZER = byte_tokenizer()
+LONG = "A prompt that does not fit into sinks and window, so that a policy has to choose from it. "
+SPECS = {
+    "h2o": CacheSpec(policy="h2o", sinks=2, kept=8, window=16, interval=8, max_drafts=3),
+    "tova in chunks": CacheSpec(
+        policy="tova", sinks=2, kept=8, window=16, interval=8, max_drafts=3, prefill="chunks"
+    ),
+    "snapkv, then h2o": CacheSpec(
+        policy="snapkv", decode="h2o", sinks=2, kept=8, window=16, interval=4, max_drafts=3
+    ),
+    "quest": CacheSpec(
+        policy="quest", sinks=0, window=256, budget=32, page=4, max_drafts=3, positions="text"
+    ),
+    "int8": CacheSpec(sinks=2, window=24, max_drafts=3, dtype="int8"),
+    "fp8": CacheSpec(sinks=2, window=24, max_drafts=3, dtype="float8_e4m3fn"),
+}
+WORK: list[tuple[str, Guide | None, Sampling]] = [
+    ("Short", None, Sampling(max_tokens=40)),
+    (LONG, Guide.regex(r"[a-z]{3,12}( [a-z]{3,12}){2}\."), Sampling(max_tokens=40)),
+    (LONG[3:], None, Sampling(max_tokens=40, temperature=1.1, seed=3)),
+]
+
+make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, slots=2)
+
+
+def run(engine: Engine, drafts: Any = None, **options: Any) -> list[Any]:
+    prompts, guides, samplings = zip(*WORK, strict=True)
+    return engine.generate(
+        list(prompts), guide=guides, sampling=samplings, drafts=drafts, **options
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_drafts_and_drivers_change_nothing(name: str) -> None:
+    with make(cache=SPECS[name]) as engine:
+        plain = [(r.tokens, r.finish_reason) for r in run(engine)]
+        assert all(reason in ("stop", "length") for _, reason in plain)
+        rng, drafts = np.random.default_rng(0), []
+        for tokens, _ in plain:
+            guess = np.array([*tokens, 5, 6])
+            wrong = rng.random(len(guess)) < 0.2
+            guess[wrong] = rng.integers(0, CONFIG.vocab_size, wrong.sum())
+            drafts.append(ScriptedDrafts(tuple(guess.tolist())))
+        drafted = run(engine, drafts)
+        assert [(r.tokens, r.finish_reason) for r in drafted] == plain
+        assert all(r.stats["drafts_accepted"] > 0 for r in drafted)
+    with make(cache=SPECS[name], loop="host") as engine:
+        assert [(r.tokens, r.finish_reason) for r in run(engine, drafts)] == plain
+
+
+def test_every_policy_serves_a_text_beyond_its_cache() -> None:
+    for name in POLICIES:
+        with make(cache=CacheSpec(policy=name, sinks=2, kept=8, window=16)) as engine:
+            (result,) = engine.generate(LONG, sampling=Sampling(max_tokens=20), report=True)
+            assert result.error is None
+            assert len(result.tokens) == 20
+            layer = result.report.layers[0]
+            assert layer.kept == (8, 8)
+            assert layer.live == (25, 25)  # the next query brings its own
+
+
+# Reports ------------------------------------------------------------------------------------------
+
+
+def test_a_report_says_what_the_cache_holds() -> None:
+    spec = CacheSpec(policy="h2o", sinks=2, kept=8, window=16)
+    with make(cache=spec) as engine:
+        results = run(engine, report=[True, False, True])
+    assert results[1].report is None
+    for result, (prompt, *_) in zip(results[::2], WORK[::2], strict=True):
+        report = result.report
+        length = len(TOKENIZER.encode(prompt)) + len(result.tokens) - 1
+        assert report.text_length == length
+        assert report.policy == "h2o"
+        for layer in report.layers:
+            for head, evicted in zip(layer.heads, layer.evicted, strict=True):
+                assert len(head.held) == head.live == length - evicted
+                assert head.sinks.tolist() == [0, 1]
+                assert head.ring.tolist() == list(range(length - 15, length))
+
+
+def test_a_report_does_not_keep_others_waiting() -> None:
+    """Four requests over two slots, each with a report; and a cancelled one among them."""
+    with make(cache=CacheSpec(sinks=2, window=16)) as engine:
+        stream = engine.stream(LONG, sampling=Sampling(max_tokens=400))
+        next(stream)
+        stream.close()
+        results = engine.generate(
+            ["a", "b", "c", LONG], sampling=Sampling(max_tokens=9), report=True
+        )
+        assert all(r.report is not None and r.error is None for r in results)
+
+
+# Prefixes -----------------------------------------------------------------------------------------
+
+SYSTEM = "You are a careful assistant. Answer in one word. "
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Iterator[Engine]:
+    with make(cache=CacheSpec(sinks=64, window=64, prefill_chunk=32)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("question", ["Yes or no?", "x", LONG * 2])
+def test_a_shared_prefix_changes_nothing_but_the_work(sharing: Engine, question: str) -> None:
+    sampling = Sampling(max_tokens=30, temperature=0.7, seed=2)
+    with make(cache=sharing.spec) as fresh:
+        (expected,) = fresh.generate(SYSTEM + question, sampling=sampling)
+    assert expected.stats["prefix_tokens"] == 0
+    length = sharing.share_prefix(SYSTEM)
+    assert length == len(TOKENIZER.encode(SYSTEM))
+    for result in sharing.generate([SYSTEM + question] * 3, sampling=sampling):
+        assert result.tokens == expected.tokens
+        assert result.stats["prefix_tokens"] == length
+
+
+def test_a_part_of_a_prefix_is_shared_too(sharing: Engine) -> None:
+    sharing.share_prefix(SYSTEM)
+    prompt = SYSTEM[:20] + "?! Something else"
+    with make(cache=sharing.spec) as fresh:
+        (expected,) = fresh.generate(prompt, sampling=Sampling(max_tokens=20))
+    (result,) = sharing.generate(prompt, sampling=Sampling(max_tokens=20))
+    assert result.tokens == expected.tokens
+    assert result.stats["prefix_tokens"] == 20
+
+
+def test_a_prompt_that_is_the_prefix_still_has_a_first_step(sharing: Engine) -> None:
+    length = sharing.share_prefix(SYSTEM)
+    (result,) = sharing.generate(SYSTEM, sampling=Sampling(max_tokens=5))
+    assert result.error is None
+    assert result.stats["prefix_tokens"] == length - 1
+
+
+def test_a_chat_shares_its_system_prompt(sharing: Engine) -> None:
+    system = {"role": "user", "content": "Be brief."}
+    length = sharing.share_prefix([system])
+    (result,) = sharing.generate(
+        [[system, {"role": "user", "content": "Why?"}]], sampling=Sampling(max_tokens=5)
+    )
+    assert result.stats["prefix_tokens"] == length
+
+
+def test_a_prefix_that_would_be_evicted_is_refused(sharing: Engine) -> None:
+    with pytest.raises(UserError, match=r"prefix has \d+ tokens.*set cache.sinks"):
+        sharing.share_prefix(LONG * 2)
+
+
+def test_selections_are_never_shared() -> None:
+    with make(cache=CacheSpec(policy="snapkv", sinks=2, kept=8, window=60)) as engine:
+        length = engine.share_prefix(SYSTEM)
+        short, whole = engine.generate([SYSTEM + "?", SYSTEM + LONG])
+        assert short.stats["prefix_tokens"] == length
+        assert whole.stats["prefix_tokens"] == 0
+
+
+def test_what_a_policy_remembers_is_that_of_the_whole_prefix() -> None:
+    """H2O's sums of a longer prefix hold votes of tokens that the prompt does not have."""
+    spec = CacheSpec(policy="h2o", sinks=2, kept=8, window=60, prefill="chunks", interval=8)
+    prompts = [SYSTEM + LONG, SYSTEM[:20] + LONG]
+    sampling = Sampling(max_tokens=30)
+    with make(cache=spec) as fresh:
+        expected = [r.tokens for r in fresh.generate(prompts, sampling=sampling)]
+    with make(cache=spec) as engine:
+        length = engine.share_prefix(SYSTEM)
+        results = engine.generate(prompts, sampling=sampling)
+        assert [r.tokens for r in results] == expected
+        assert [r.stats["prefix_tokens"] for r in results] == [length, 0]
+
+
+def test_new_weights_forget_prefixes() -> None:
+    with make(cache=CacheSpec(sinks=64, window=64)) as engine:
+        engine.share_prefix(SYSTEM)
+        engine.update_params(jax.tree.map(lambda leaf: leaf * 1.01, PARAMS))
+        (result,) = engine.generate(SYSTEM + "?", sampling=Sampling(max_tokens=3))
+        assert result.stats["prefix_tokens"] == 0
+
+
+def test_the_last_eight_prefixes_are_held(sharing: Engine) -> None:
+    for letter in "abcdefghi":
+        sharing.share_prefix(letter * 10)
+    results = sharing.generate([c * 12 for c in "abi"], sampling=Sampling(max_tokens=2))
+    assert [r.stats["prefix_tokens"] for r in results] == [0, 10, 10]
+
+
+# Limits and errors ----------------------------------------------------------------------------------
+
+
+def test_a_text_ends_where_old_tokens_would_be_farther_than_trained() -> None:
+    model = Llama(dataclasses.replace(CONFIG, max_position_embeddings=64))
+    spec = CacheSpec(policy="h2o", sinks=2, kept=8, window=16)
+    with Engine(model, PARAMS, TOKENIZER, cache=spec, slots=1) as engine:
+        (result,) = engine.generate("x" * 40, sampling=Sampling(max_tokens=100))
+        assert (result.finish_reason, len(result.tokens)) == ("length", 64 - 40 + 1)
+        (result,) = engine.generate("x" * 65)
+        assert isinstance(result.error, PromptTooLongError)
+    for streams in (CacheSpec(sinks=2, window=16), CacheSpec(sinks=0, window=16, positions="text")):
+        with Engine(model, PARAMS, TOKENIZER, cache=streams, slots=1) as engine:
+            (result,) = engine.generate("x" * 40, sampling=Sampling(max_tokens=100))
+            assert len(result.tokens) == 100 or result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"policy": "streaming"}, r"cache.policy is 'streaming'; choose from .*snapkv"),
+        ({"policy": "snapkv"}, "cache.kept is 0 under policy 'snapkv'"),
+        ({"kept": 4}, "cache.kept is 4 under policy 'window'"),
+        ({"decode": "h2o"}, "cache.decode is 'h2o' under policy 'window'"),
+        ({"policy": "snapkv", "kept": 4, "decode": "quest"}, "cache.decode is 'quest'"),
+        ({"policy": "h2o", "kept": 4, "positions": "cache"}, "use positions 'text'"),
+        ({"policy": "h2o", "kept": 4, "max_drafts": 3}, "set interval to at least 4"),
+        ({"policy": "snapkv", "kept": 4, "interval": 8}, "cache.interval is 8"),
+        ({"policy": "snapkv", "kept": 4, "prefill": "chunks"}, "cache.prefill 'chunks'"),
+        (
+            {"policy": "snapkv", "kept": 4, "decode": "h2o", "prefill": "chunks"},
+            "differs from policy 'snapkv'",
+        ),
+        (
+            {"policy": "expected_attention", "kept": 4, "decode": "expected_attention"},
+            "needs the queries of a whole prompt",
+        ),
+        ({"policy": "quest", "window": 64}, "multiple of page .16. and at least"),
+        ({"policy": "quest", "window": 64, "budget": 50}, "cache.budget is 50"),
+        ({"budget": 64}, "only policy 'quest'"),
+        ({"dtype": "int4"}, "cache.dtype is 'int4'; choose from"),
+        ({"pool": 4}, "it must be odd"),
+        ({"pooling": "sum"}, "cache.pooling is 'sum'"),
+        ({"prefill": "all"}, "cache.prefill is 'all'"),
+        ({"positions": "true"}, "cache.positions is 'true'"),
+        ({"window": 0}, "cache.window is 0"),
+        ({"interval": True}, "cache.interval is True"),
+    ],
+)
+def test_what_cannot_be_served_is_said(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        CacheSpec(**fields)
