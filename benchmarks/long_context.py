@@ -33,7 +33,7 @@ from gkv_jax import CacheSpec, UserError
 from gkv_jax.cache import Cache, LayerCache, Layout, commit, init_cache
 from gkv_jax.cache.quest import page_bounds
 from gkv_jax.cache.segments import EMPTY, Slots, slots_of
-from gkv_jax.cache.storage import Stored, encode, load
+from gkv_jax.cache.storage import encode, load
 from gkv_jax.decode import StepInputs, choose, forward
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Decoder, Params
@@ -45,6 +45,8 @@ INTERVAL = 32
 """Tokens between two choices where a policy does not choose at every token."""
 MOST_GROWTH = 1.05
 """Target for each bounded cache: time of a step at the last position over that at the first."""
+
+_NOISE = 1024  # distinct tokens in a cache: to make more would take longer than to time their steps
 
 Point = tuple[str, int]
 """A cache by name, and a position."""
@@ -88,11 +90,13 @@ def filled_cache(
     tokens that a query sees, and a multiple of ``spec.interval``.
     """
     layout = Layout.of(spec, model)
-    empty = init_cache(spec, model, batch, dtype)
+    noise = jax.random.normal(
+        jax.random.key(0), (batch, model.num_kv_heads, _NOISE, model.head_dim)
+    )
     return Cache(
         layers=tuple(
-            _filled_layer(layout.spec(index), layer, position, index)
-            for index, layer in enumerate(empty.layers)
+            _filled_layer(layout.spec(index), layer, position, noise)
+            for index, layer in enumerate(init_cache(spec, model, batch, dtype).layers)
         ),
         slots=tuple(_filled_slots(each, position, batch) for each in layout.specs),
     )
@@ -113,18 +117,12 @@ def _filled_slots(spec: CacheSpec, position: jax.Array, batch: int) -> Slots:
 
 
 def _filled_layer(
-    spec: CacheSpec, layer: LayerCache, position: jax.Array, index: int
+    spec: CacheSpec, layer: LayerCache, position: jax.Array, noise: jax.Array
 ) -> LayerCache:
-    keys = iter(jax.random.split(jax.random.key(index), 4))
-
-    def noise(stored: Stored) -> Stored:
-        *heads, capacity, dim = stored.data.shape
-        # The same thousand vectors again and again: noise for a long text takes longer than its steps.
-        some = jax.random.normal(next(keys), (*heads, min(capacity, 1024), dim))
-        repeats = -(-capacity // some.shape[2])
-        return encode(jnp.tile(some, (1, 1, repeats, 1))[:, :, :capacity], stored.data.dtype)
-
-    layer = dataclasses.replace(layer, k=noise(layer.k), v=noise(layer.v))
+    """With ``noise [B,Hk,M,D]`` again and again for keys and values."""
+    tokens = jnp.tile(noise, (1, 1, -(-spec.capacity // _NOISE), 1))[:, :, : spec.capacity]
+    stored = encode(tokens, layer.k.data.dtype)
+    layer = dataclasses.replace(layer, k=stored, v=stored)
     if layer.kept_pos is not None:  # evenly from what has left the window
         gone = position - spec.window + 1 - spec.sinks
         # In float: the product would leave int32 at long texts. Neighbours are further apart than 1.
@@ -132,10 +130,10 @@ def _filled_layer(
         even = spec.sinks + (share * gone.astype(jnp.float32)).astype(jnp.int32)
         layer = dataclasses.replace(layer, kept_pos=jnp.broadcast_to(even, layer.kept_pos.shape))
     if layer.mass is not None:
-        mass = jax.random.uniform(next(keys), layer.mass.shape)
-        layer = dataclasses.replace(layer, mass=mass)
+        layer = dataclasses.replace(layer, mass=jnp.square(tokens[..., 0]))
     if layer.observed is not None:
-        observed = jax.random.normal(next(keys), layer.observed.shape).astype(layer.observed.dtype)
+        shape, dtype = layer.observed.shape, layer.observed.dtype
+        observed = jax.random.normal(jax.random.key(1), shape).astype(dtype)
         layer = dataclasses.replace(layer, observed=observed)
     if layer.bounds is not None:
         bounds = jnp.stack(page_bounds(load(layer.k, None, layer.bounds.dtype), spec.page))
@@ -202,9 +200,9 @@ class Bench:
         return 1e3 * elapsed / self._steps
 
     def bytes_after(self, spec: CacheSpec, position: int) -> int:
-        """Bytes of the cache after the steps from ``position`` on."""
+        """Bytes of the cache after a step at ``position``."""
         after: Cache = self.program(spec)(
-            self._params, self._cache(spec, position), np.int32(position), np.int32(self._steps)
+            self._params, self._cache(spec, position), np.int32(position), np.int32(1)
         )
         return after.nbytes
 
@@ -313,9 +311,11 @@ def plot(ms: Mapping[str, Mapping[int, float]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, at in ms.items():
-        style = "--" if name in ("full", "quest") else "-"
+        style = {"full": "k--", "quest": "k:"}.get(name, "-")
         axes.plot(list(at), list(at.values()), style, marker="o", markersize=3, label=name)
+    positions = list(ms["full"])
     axes.set_xscale("log", base=2)
+    axes.set_xticks(positions, labels=[str(position) for position in positions])
     axes.set(xlabel="position in the text (tokens)", ylabel="ms per step", ylim=(0, None))
     axes.legend(fontsize="small", ncols=2)
     axes.grid(alpha=0.3, which="both")
@@ -359,10 +359,10 @@ def main(
     positions: Annotated[str, typer.Option(help="comma-separated, ascending")] = (
         "1024,4096,16384,65536"
     ),
-    steps: Annotated[int, typer.Option(help="timed in a row, a multiple of 32")] = 2 * INTERVAL,
+    steps: Annotated[int, typer.Option(help="timed in a row, a multiple of 32")] = INTERVAL,
     size: Annotated[int, typer.Option(help="tokens that a query of a bounded cache sees")] = 1024,
     batch: Annotated[int, typer.Option(help="rows", min=1)] = 1,
-    repetitions: Annotated[int, typer.Option(help="timed rounds", min=1)] = 3,
+    repetitions: Annotated[int, typer.Option(help="timed rounds", min=1)] = 5,
     model: Annotated[str, typer.Option(help="name, folder, GGUF file or hub id")] = (
         "smollm2-135m-instruct"
     ),

@@ -551,11 +551,11 @@ class Engine:
 
     def _prefill(self, slot: int, request: Request) -> None:
         """Read a prompt, all but its last token: that one is the first step's input."""
-        row, tokens = np.int32(slot), request.prompt[:-1]
         spec, model, params = self.spec, self.model, self._params
-        self._cache = reset_row(self._cache, row, spec=spec, model=model)
+        tokens = request.prompt[:-1]
+        self._cache = reset_row(self._cache, np.int32(slot), spec=spec, model=model)
         self._prefixes.use_weights(params)
-        self._cache, start = self._prefixes.begin(self._cache, row, tokens)
+        self._cache, start = self._prefixes.begin(self._cache, slot, tokens)
         request.prefix_tokens = start
         for cache in reading(
             params, self._cache, tokens, slot, model=model, spec=spec, start=start
@@ -564,7 +564,7 @@ class Engine:
             if request.cancelled or self._inbox.closing:
                 raise RequestCancelled("the request was cancelled while its prompt was read")
         if request.shares_prefix:
-            self._prefixes.add(tokens, self._cache, row)
+            self._prefixes.add(tokens, self._cache, slot)
 
     def _new_cache(self) -> Cache:
         return init_cache(self.spec, self.model, self.slots, self.dtype)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gkv_jax.cache import Cache, CacheSpec
 from gkv_jax.cache.segments import EMPTY
@@ -40,14 +41,14 @@ class PrefixStore:
                 f"evicts; set cache.sinks to {length} to keep it for good, or shorten it"
             )
 
-    def add(self, tokens: Tokens, cache: Cache, row: jax.Array) -> None:
+    def add(self, tokens: Tokens, cache: Cache, row: int) -> None:
         """Keep a copy of ``row``, which holds ``tokens`` and nothing else."""
-        self._rows[tokens] = _take(cache, row)
+        self._rows[tokens] = _take(cache, np.int32(row))
         self._rows.move_to_end(tokens)
         while len(self._rows) > self._most:
             self._rows.popitem(last=False)
 
-    def begin(self, cache: Cache, row: jax.Array, tokens: Sequence[int]) -> tuple[Cache, int]:
+    def begin(self, cache: Cache, row: int, tokens: Sequence[int]) -> tuple[Cache, int]:
         """``cache`` (donated) with what is known of ``tokens`` in ``row``, and how many tokens that is.
 
         The row must be empty. Nothing is shared where the policy wants to read the prompt whole.
@@ -62,7 +63,7 @@ class PrefixStore:
         if length == 0:
             return cache, 0
         self._rows.move_to_end(best)
-        return _put(cache, row, self._rows[best], jnp.int32(length)), length
+        return _put(cache, np.int32(row), self._rows[best], np.int32(length)), length
 
     def use_weights(self, params: Params) -> None:
         """Forget what was read with other weights."""

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from gkv_jax.cache import quest
 from gkv_jax.cache.evict import Seen, absorb, evict, evict_slots, is_due
 from gkv_jax.cache.layout import Layout
+from gkv_jax.cache.offload import fetch_row
 from gkv_jax.cache.rotation import Rotations
 from gkv_jax.cache.segments import (
     Cache,
@@ -83,10 +84,15 @@ class ChunkAttend:
             before = dataclasses.replace(before, channel=before.channel.at[self._row].set(own))
         k = to_channels(before, k, row)
         queries = tuple(in_channels(before, each, row) for each in rotation.queries(q))
+        after = append(before, row[None], view.slots, k, v)
+        # A ring must be read before it is written. Quest's slots are positions, nothing is lost in them,
+        # and buffers in host memory would be copied if they had to be read first.
+        source = after if spec.policy == "quest" else before
+        held_k, held_v = (fetch_row(stored, self._row) for stored in (source.k, source.v))
         attended = attend(
             queries,
-            jnp.concatenate([load(before.k, row, q.dtype), _as_stored(k, before.k, q.dtype)], 2),
-            jnp.concatenate([load(before.v, row, q.dtype), _as_stored(v, before.v, q.dtype)], 2),
+            jnp.concatenate([load(held_k, None, q.dtype), _as_stored(k, before.k, q.dtype)], 2),
+            jnp.concatenate([load(held_v, None, q.dtype), _as_stored(v, before.v, q.dtype)], 2),
             view.seen,
             view.in_prefix,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -94,7 +100,6 @@ class ChunkAttend:
             sinks=sinks,
             return_slot_sums=spec.evictor is not None,
         )
-        after = append(before, row[None], view.slots, k, v)
         if spec.policy == "quest":
             first = self._start[None] // spec.page
             after = quest.refresh(spec, after, row, first, 1 + -(-q.shape[1] // spec.page))

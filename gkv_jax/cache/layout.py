@@ -52,7 +52,7 @@ def _layer_spec(spec: CacheSpec, index: int, layer: AttentionLayer) -> CacheSpec
             prefill_chunk=spec.prefill_chunk,
         )
     if spec.policy == "quest" and index < _QUEST_DENSE_LAYERS:
-        return dataclasses.replace(spec, policy="full", budget=0)
+        return dataclasses.replace(spec, policy="full", budget=0, memory="device")
     return spec
 
 

@@ -15,7 +15,7 @@ from gkv_jax.cache.policies.base import Evidence, Policy, QueryStatistics
 from gkv_jax.cache.rotation import Rotations
 from gkv_jax.cache.segments import EMPTY, Cache, LayerCache, Slots
 from gkv_jax.cache.spec import CacheSpec
-from gkv_jax.cache.storage import Stored, channel_scale, fill_row
+from gkv_jax.cache.storage import Stored, channel_scale, fill_row, scale_queries
 from gkv_jax.models.protocol import AttentionLayer, Decoder
 from gkv_jax.rope import rotate
 from pallas_kernels.decode_attention.xla import attend
@@ -131,7 +131,10 @@ class PromptAttend:
             total = total.at[row].set(segments(by_token, by_token[source, heads]))
         if observed is not None:
             at = _latest(self._length - 1, jnp.arange(observed.shape[1]), observed.shape[1])
-            observed = observed.at[row].set(prompt.rotated_q[0, jnp.maximum(at, 0)])
+            latest = prompt.rotated_q[:, jnp.maximum(at, 0)]
+            if channel is not None:
+                latest = scale_queries(latest, channel[row][None]).astype(latest.dtype)
+            observed = observed.at[row].set(latest[0])
         return dataclasses.replace(
             before,
             k=self._fill(before.k, keys),

@@ -5,10 +5,11 @@ have a larger product with the query than the box between them allows::
 
     score = Σ_d max(q_d · low_d, q_d · high_d) = relu(q) · high + min(q, 0) · low
 
-The scores of a KV head's query heads are averaged after a softmax over the pages, so that each head
-has the same say. The first page (sinks) and the last ones are read in any case: so many that the pages
-which a step's drafts touch are among them, and the output does not depend on drafts. Prompts are read
-with full attention, and so are the first two layers in decoding, as in the paper.
+The first page (sinks) and the last ones are read in any case: so many that a page which a step's drafts
+touch is among them for every query of the step. The others compete. The scores of a KV head's query
+heads are averaged after a softmax over the pages that compete, so that each head has the same say and
+no draft has any. Prompts are read with full attention, and so are the first two layers in decoding, as
+in the paper.
 
 In plain XLA, two products and a gather: see ``docs/kernels.md`` for why there is no kernel.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from gkv_jax.cache import offload
 from gkv_jax.cache.segments import EMPTY, LayerCache
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.cache.storage import Stored, load
@@ -56,72 +58,43 @@ def page_scores(q: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 def refresh(
     spec: CacheSpec, layer: LayerCache, rows: jax.Array, first: jax.Array, count: int
 ) -> LayerCache:
-    """Bounds of ``count`` pages from page ``first`` (int32 ``[b]``) on, in ``rows [b]``.
+    """The layer with the bounds of ``count`` pages from ``first`` (int32 ``[b]``) on, in ``rows [b]``.
 
-    Pages that do not exist are left out. A page with tokens that are not verified yet is refreshed
-    again before any query depends on its bounds.
+    Pages that do not exist are left out.
     """
     assert layer.bounds is not None
-    last = spec.capacity // spec.page
-    pages = first[:, None] + jnp.arange(count)[None, :]
-    exists = (pages >= 0) & (pages < last)
-    keys = _pages(layer.k, rows, jnp.clip(pages, 0, last - 1), spec.page)
-    keys = keys.astype(layer.bounds.dtype)
-    bounds = jnp.stack([keys.min(axis=3), keys.max(axis=3)])  # [2,b,Hk,count,D]
-    target = jnp.where(exists, pages, last)[:, None, :]
-    at = (rows[:, None, None], jnp.arange(keys.shape[1])[None, :, None], target)
-    new = layer.bounds
-    for side in range(2):
-        new = new.at[(side, *at)].set(bounds[side], mode="drop")
-    return dataclasses.replace(layer, bounds=new)
-
-
-def refresh_step(spec: CacheSpec, layer: LayerCache, positions: jax.Array) -> LayerCache:
-    """Bounds of the pages that tokens before ``positions [B,N]`` may have completed since."""
-    count = 1 + -(-spec.queries // spec.page)
-    first = (positions[:, 0] - 1) // spec.page - (count - 1)
-    return refresh(spec, layer, jnp.arange(positions.shape[0]), first, count)
+    heads, last = layer.bounds.shape[2:4]
+    pages = first[:, None, None] + jnp.arange(count)[None, None, :]
+    pages = jnp.where(pages < last, pages, EMPTY)
+    pages = jnp.broadcast_to(pages, (len(rows), heads, count))
+    return _with_bounds(spec, layer, rows, pages, _fetch(spec, layer.k, rows, pages))
 
 
 def choose_pages(
-    spec: CacheSpec, layer: LayerCache, q: jax.Array, positions: jax.Array
+    spec: CacheSpec, layer: LayerCache, q: jax.Array, positions: jax.Array, scale: float
 ) -> jax.Array:
-    """The pages that each query reads: int32 ``[B,N,Hk,budget/page]``, ``EMPTY`` where fewer exist.
+    """The pages that each query reads: int32 ``[B,N,Hk,K]`` with ``K = budget / page`` or all pages.
 
-    ``q`` is ``[B,N,Hq,D]``, rotated, at ``positions [B,N]``.
+    Those that are read in any case come first: the first page and the ``pinned_pages`` last ones, or all
+    where there are no more. Then come the others by rank, then ``EMPTY``.
+
+    Args:
+      spec, layer: the layer's; only its bounds are read.
+      q: rotated queries ``[B,N,Hq,D]``.
+      positions: theirs, int32 ``[B,N]``.
+      scale: factor on the products in attention.
     """
     assert layer.bounds is not None
     low, high = layer.bounds[0].astype(q.dtype), layer.bounds[1].astype(q.dtype)
-    batch, n, _, dim = q.shape
+    batch, n = positions.shape
     pages = jnp.arange(low.shape[2])[None, None, None, :]
     own = (positions // spec.page)[:, :, None, None]
-    exists = pages <= own
-    scores = jnp.where(exists, page_scores(q, low, high) * dim**-0.5, -jnp.inf)
+    competes = (pages > 0) & (pages <= own - spec.pinned_pages)
+    scores = jnp.where(competes, page_scores(q, low, high) * scale, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).reshape(batch, n, low.shape[1], -1, low.shape[2])
-    by_head = shares.mean(axis=3)
-    pinned = exists & ((pages == 0) | (pages > own - spec.pinned_pages))
-    ranked = jnp.where(pinned, jnp.inf, jnp.where(exists, by_head, -jnp.inf))
-    count = min(spec.budget // spec.page, low.shape[2])
-    value, index = jax.lax.top_k(ranked, count)
+    ranked = jnp.where(competes, shares.mean(axis=3), jnp.where(pages <= own, jnp.inf, -jnp.inf))
+    value, index = jax.lax.top_k(ranked, min(spec.budget // spec.page, low.shape[2]))
     return jnp.where(value > -jnp.inf, index, EMPTY)
-
-
-def gather(
-    spec: CacheSpec, layer: LayerCache, pages: jax.Array
-) -> tuple[Stored, Stored, jax.Array]:
-    """Keys and values ``[B·N,Hk,budget,D]`` of ``pages [B,N,Hk,K]``, and the positions they hold."""
-    batch, n, heads, count = pages.shape
-    flat = pages.reshape(batch * n, heads, count)
-    rows = jnp.repeat(jnp.arange(batch), n)
-    offsets = jnp.arange(spec.page)[None, None, None, :]
-    held = jnp.where(flat[..., None] >= 0, flat[..., None] * spec.page + offsets, EMPTY)
-    slots = jnp.maximum(held, 0).reshape(batch * n, heads, -1)
-    at = (rows[:, None, None], jnp.arange(heads)[None, :, None], slots)
-
-    def take(stored: Stored) -> Stored:
-        return jax.tree.map(lambda buffer: buffer[at], stored)
-
-    return take(layer.k), take(layer.v), held.reshape(batch * n, heads, -1)
 
 
 def read_pages(
@@ -129,14 +102,29 @@ def read_pages(
     layer: LayerCache,
     q: jax.Array,
     positions: jax.Array,
+    *,
+    scale: float,
     kernel: Callable[..., Attended],
-) -> Attended:
+) -> tuple[Attended, LayerCache]:
     """Attention of ``q [B,N,Hq,D]`` at ``positions [B,N]``, each query over the pages it chooses.
 
-    ``kernel`` is ``decode_attention`` with the layer's options.
+    ``layer`` holds the tokens at these positions. Returned with the bounds of their pages. While some
+    of these tokens are drafts, no query depends on the bounds: their pages are read in any case. A page
+    on which queries depend has been full of accepted tokens since the step that wrote its last one.
+
+    Args:
+      spec: the layer's.
+      layer: with this step's tokens.
+      q, positions, scale: as in ``choose_pages``.
+      kernel: ``decode_attention`` with the layer's options, ``scale`` among them.
     """
     batch, n, heads, dim = q.shape
-    k, v, held = gather(spec, layer, choose_pages(spec, layer, q, positions))
+    pages = choose_pages(spec, layer, q, positions, scale)
+    pages = pages.reshape(batch * n, *pages.shape[2:])
+    rows = jnp.repeat(jnp.arange(batch), n)
+    k, v = _fetch(spec, layer.k, rows, pages), _fetch(spec, layer.v, rows, pages)
+    held = pages[..., None] * spec.page + jnp.arange(spec.page)[None, None, None, :]
+    held = jnp.where(pages[..., None] >= 0, held, EMPTY).reshape(k.data.shape[:3])
     attended = kernel(
         (q.reshape(batch * n, 1, heads, dim),),
         k.data,
@@ -148,13 +136,25 @@ def read_pages(
         k_scale=k.scale,
         v_scale=v.scale,
     )
-    return attended._replace(out=attended.out.reshape(q.shape))
+    # The last query's pinned pages are those that the step wrote, and some that are as they were.
+    pinned = 1 + spec.pinned_pages
+    last_k = jax.tree.map(lambda leaf: leaf[n - 1 :: n, :, : pinned * spec.page], k)
+    after = _with_bounds(spec, layer, jnp.arange(batch), pages[n - 1 :: n, :, :pinned], last_k)
+    return attended._replace(out=attended.out.reshape(q.shape)), after
 
 
-def _pages(stored: Stored, rows: jax.Array, pages: jax.Array, page: int) -> jax.Array:
-    """Keys ``[b,Hk,M,page,D]`` of ``pages [b,M]`` in ``rows [b]``, float32."""
-    heads = stored.data.shape[1]
-    slots = (pages[:, :, None] * page + jnp.arange(page)[None, None, :]).reshape(len(pages), 1, -1)
-    at = (rows[:, None, None], jnp.arange(heads)[None, :, None], slots)
-    tokens = load(jax.tree.map(lambda buffer: buffer[at], stored), None, jnp.float32)
-    return tokens.reshape(*tokens.shape[:2], -1, page, tokens.shape[3])
+def _fetch(spec: CacheSpec, stored: Stored, rows: jax.Array, pages: jax.Array) -> Stored:
+    """Tokens ``[b,Hk,M·page,D]`` of ``pages [b,Hk,M]``; anything for ``EMPTY``."""
+    return offload.fetch(stored, rows, jnp.maximum(pages, 0), spec.page)
+
+
+def _with_bounds(
+    spec: CacheSpec, layer: LayerCache, rows: jax.Array, pages: jax.Array, k: Stored
+) -> LayerCache:
+    """With the bounds of ``pages [b,Hk,M]`` of ``rows [b]``, whose keys ``k [b,Hk,M·page,D]`` are."""
+    assert layer.bounds is not None
+    low, high = page_bounds(load(k, None, layer.bounds.dtype), spec.page)
+    target = jnp.where(pages >= 0, pages, layer.bounds.shape[3])  # dropped
+    at = (rows[:, None, None], jnp.arange(pages.shape[1])[None, :, None], target)
+    bounds = layer.bounds.at[(0, *at)].set(low, mode="drop").at[(1, *at)].set(high, mode="drop")
+    return dataclasses.replace(layer, bounds=bounds)

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gkv_jax.cache import offload
 from gkv_jax.cache.layout import Layout
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.cache.storage import Stored, empty, scale_queries, storage_dtype, write
@@ -145,7 +146,8 @@ def _empty_layer(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) 
     quantised = stored_as == jnp.int8
 
     def tokens() -> Stored:
-        return empty((batch, heads, spec.capacity, dim), stored_as)
+        make = offload.empty if spec.memory == "host" else empty
+        return make((batch, heads, spec.capacity, dim), stored_as)
 
     return LayerCache(
         k=tokens(),
@@ -172,7 +174,10 @@ def _empty_layer(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) 
 
 @functools.partial(jax.jit, static_argnames=("spec", "model"), donate_argnames=("cache",))
 def reset_row(cache: Cache, row: jax.Array, *, spec: CacheSpec, model: Decoder) -> Cache:
-    """Empty one row for a new request: only the bookkeeping changes, the tokens become invisible."""
+    """Empty one row for a new request: only the bookkeeping changes, the tokens become invisible.
+
+    A prompt that is read sets the row's channels; one of a single token, which is not, has 1.
+    """
     layout = Layout.of(spec, model)
     slots = tuple(
         Slots(
@@ -182,7 +187,13 @@ def reset_row(cache: Cache, row: jax.Array, *, spec: CacheSpec, model: Decoder) 
         )
         for each, old in zip(layout.specs, cache.slots, strict=True)
     )
-    return dataclasses.replace(cache, slots=slots)
+    layers = tuple(
+        layer
+        if layer.channel is None
+        else dataclasses.replace(layer, channel=layer.channel.at[row].set(1.0))
+        for layer in cache.layers
+    )
+    return Cache(layers=layers, slots=slots)
 
 
 def slots_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
@@ -200,8 +211,9 @@ def append(
     They go to ``slots [b,N]`` of ``rows [b,N or 1]``, in place where the layer is donated; slots
     outside the cache are dropped.
     """
+    put = offload.write if offload.is_on_host(layer.k) else write
     return dataclasses.replace(
-        layer, k=write(layer.k, rows, slots, k), v=write(layer.v, rows, slots, v)
+        layer, k=put(layer.k, rows, slots, k), v=put(layer.v, rows, slots, v)
     )
 
 

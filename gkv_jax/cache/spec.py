@@ -1,6 +1,7 @@
 """What a user says about the cache: how many tokens it holds, and which ones."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +14,7 @@ Positions = Literal["cache", "text"]
 Prefill = Literal["whole", "chunks"]
 Pooling = Literal["max", "mean"]
 Storage = Literal["bfloat16", "float8_e4m3fn", "int8"]
+Memory = Literal["device", "host"]
 
 _WITHOUT_SCORES = ("full", "window", "quest")
 STREAM = "stream"
@@ -55,6 +57,8 @@ class CacheSpec:
         padded to the next power of two.
       budget: tokens that a query reads under ``quest``, per KV head; a multiple of ``page``.
       page: tokens in one of Quest's pages.
+      memory: where ``quest`` keeps the keys and values of its pages: on the ``device``, or in ``host``
+        memory, from which every step fetches what it reads (see ``gkv_jax.cache.offload`` for the cost).
 
     Raises:
       UserError: a value that cannot be served, naming the field.
@@ -76,6 +80,7 @@ class CacheSpec:
     prefill_chunk: int = 256
     budget: int = 0
     page: int = 16
+    memory: Memory = "device"
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -84,6 +89,7 @@ class CacheSpec:
             ("positions", (None, *get_args(Positions))),
             ("dtype", (None, *get_args(Storage))),
             ("pooling", get_args(Pooling)),
+            ("memory", get_args(Memory)),
         ):
             if getattr(self, name) not in values:
                 raise UserError(f"cache.{name} is {getattr(self, name)!r}; choose from {values}")
@@ -148,6 +154,11 @@ class CacheSpec:
         if self.policy != "quest":
             if self.budget:
                 raise UserError(f"cache.budget is {self.budget}; only policy 'quest' has one")
+            if self.memory != "device":
+                raise UserError(
+                    f"cache.memory is {self.memory!r} under policy {self.policy_name!r}, which reads all "
+                    "that it holds in every step; use 'device', or policy 'quest'"
+                )
             return
         least = (2 + self.pinned_pages) * self.page
         if self.budget % self.page or self.budget < least:
@@ -211,7 +222,7 @@ class CacheSpec:
         cache in every step, for the attention kernel. Quest's pages must be whole.
         """
         needed = self.window + max(self.queries, self.interval) - 1
-        unit = max(8, self.page) if self.policy == "quest" else 8
+        unit = math.lcm(8, self.page) if self.policy == "quest" else 8
         return needed + -(self.prefix + needed) % unit
 
     @property

@@ -88,8 +88,10 @@ class StepAttend:
             implementation=self._kernel,
         )
         if spec.policy == "quest":
-            after = quest.refresh_step(spec, after, self._positions)
-            attended = quest.read_pages(spec, after, queries[0], self._positions, kernel)
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            attended, after = quest.read_pages(
+                spec, after, queries[0], self._positions, scale=factor, kernel=kernel
+            )
         else:
             needs = spec.evictor.needs if spec.evictor else None
             attended = kernel(

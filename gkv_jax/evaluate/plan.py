@@ -30,7 +30,7 @@ class Plan:
       seed: of everything drawn.
     """
 
-    policies: tuple[str, ...] = caches.POLICIES
+    policies: tuple[str, ...] = tuple(name for name in caches.POLICIES if name != "bf16")
     budgets: tuple[int, ...] = (256,)
     tasks: tuple[str, ...] = tuple(tasks.TASKS)
     lengths: tuple[int, ...] = (500, 1000)

@@ -11,6 +11,7 @@ from gkv_jax.cache.report import CacheReport, HeadReport
 from gkv_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart; later ones are drawn over earlier.
@@ -48,7 +49,6 @@ def plot_kept(
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
-        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise UserError('plot_kept draws with matplotlib: pip install "gkv_jax[bench]"') from error
     chosen = _chosen(report, layers)
@@ -62,9 +62,25 @@ def plot_kept(
         interpolation="nearest",
         extent=(-0.5, report.text_length - 0.5, len(raster), 0),
     )
+    _label(axes, report, chosen, middles)
+    present = [name for name in _LABELS if _holds(report, chosen, name)]
+    handles = [Patch(color=_COLOURS[name], label=_LABELS[name]) for name in present]
+    if any(max(report.layers[layer].evicted) for layer in chosen):
+        handles.append(Patch(color=_EVICTED, label="evicted"))
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=8
+    )
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return figure
+
+
+def _label(axes: "Axes", report: CacheReport, chosen: list[int], middles: list[float]) -> None:
+    """Ticks, labels and title; ``middles`` as from ``_raster``."""
     shown = np.unique(np.linspace(0, len(chosen) - 1, min(len(chosen), 32)).round().astype(int))
     axes.set_yticks([middles[i] for i in shown], [str(chosen[i]) for i in shown], fontsize=7)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    axes.locator_params(axis="x", nbins=9, integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(-0.5, report.text_length - 0.5)
     axes.tick_params(axis="y", length=0)
@@ -74,16 +90,6 @@ def plot_kept(
     axes.set_xlabel("position in the text (tokens)")
     axes.set_ylabel("layer" if heads == 1 else f"layer ({heads} KV heads each)")
     axes.set_title(_title(report, chosen), fontsize=10, loc="left")
-    present = [name for name in _LABELS if _holds(report, chosen, name)]
-    handles = [Patch(color=_COLOURS[name], label=_LABELS[name]) for name in present]
-    handles.append(Patch(color=_EVICTED, label="evicted"))
-    figure.legend(
-        handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=8
-    )
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    return figure
 
 
 def _chosen(report: CacheReport, layers: Sequence[int] | None) -> list[int]:

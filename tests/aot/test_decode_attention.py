@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gkv_jax.cache.segments import write
+from gkv_jax.cache.storage import Stored, write
 from pallas_kernels.decode_attention import Attended, decode_attention, mosaic_tpu
 from tests.aot.hlo import Program
 from tests.aot.topology import GENERATIONS, Generation, compile_for
@@ -57,7 +57,8 @@ def decode(queries, k, v, slot_pos, positions):
         i, k, v, slot_pos, q, at = carry
         slots = at % k.shape[2]
         new = q[:, :, : k.shape[1]]
-        k, v = write(k, rows, slots, new), write(v, rows, slots, new * 2)
+        k = write(Stored(k, None), rows, slots, new).data
+        v = write(Stored(v, None), rows, slots, new * 2).data
         slot_pos = slot_pos.at[rows, slots].set(at, mode="drop")
         q = attend((q, q * 2), k, v, slot_pos, at).out
         return i + 1, k, v, slot_pos, q, at + 1

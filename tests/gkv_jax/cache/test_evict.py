@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gkv_jax.cache import Cache, CacheSpec, commit, init_cache, reset_row
+from gkv_jax.cache import Cache, CacheSpec, Evidence, Policy, commit, init_cache, reset_row
 from gkv_jax.decode import StepInputs, forward
 from gkv_jax.prefill import read_prompt
 from tests.gkv_jax.cache.evicting import EvictingList
@@ -143,6 +143,48 @@ def test_a_long_whole_prompt_is_chosen_from_at_once(name: str, length: int) -> N
     for at in range(length, len(TEXT)):
         logits, cache = one(cache, TEXT[at], at, spec)
         close(logits, oracle.step(TEXT[at], at))
+
+
+def test_int8_shows_policies_the_units_of_the_text() -> None:
+    """Stored keys are measured in channels of the text: what policies see of them must not be."""
+    seen: dict[str | None, tuple[np.ndarray, np.ndarray]] = {}
+
+    def key_length(evidence: Evidence, spec: CacheSpec) -> jax.Array:
+        def note(k: jax.Array, positions: jax.Array) -> None:
+            seen[spec.dtype] = np.asarray(k), np.asarray(positions)
+
+        jax.debug.callback(note, evidence.k, evidence.positions, ordered=True)
+        return jnp.linalg.norm(evidence.k, axis=-1)
+
+    longest = Policy("longest keys", key_length, needs="window_attention")
+    exact = CacheSpec(
+        policy=longest, decode=longest, sinks=2, kept=6, window=7, interval=8, observe=4
+    )
+    caches = []
+    for spec in (exact, dataclasses.replace(exact, dtype="int8")):
+        cache = init_cache(spec, MODEL, 2, jnp.float32)
+        cache = read_prompt(PARAMS, cache, TEXT[:23], 1, model=MODEL, spec=spec)
+        caches.append(jax.tree.map(np.asarray, cache.layers[0]))
+        _, cache = one(cache, TEXT[23], 23, spec)
+    jax.effects_barrier()
+    (k, positions), (near, same) = seen[None], seen["int8"]
+    live = positions[1] >= 0
+    assert live.any()
+    assert (positions[1] == same[1]).all()
+    np.testing.assert_allclose(near[1][live], k[1][live], atol=0.2)
+    queries, channel = caches[0].observed[1], caches[1].channel[1]
+    in_channels = queries * np.repeat(channel, 2, axis=0)[None]
+    np.testing.assert_allclose(caches[1].observed[1], in_channels, rtol=1e-5)
+
+
+def test_a_row_in_int8_is_emptied_of_its_channels() -> None:
+    """A prompt of one token sets none: it must not meet those of the text before."""
+    spec = CacheSpec(sinks=2, window=24, dtype="int8")
+    cache = init_cache(spec, MODEL, 2, jnp.float32)
+    cache = read_prompt(PARAMS, cache, TEXT, 1, model=MODEL, spec=spec)
+    assert (np.asarray(cache.layers[0].channel[1]) != 1).any()
+    cache = reset_row(cache, np.int32(1), spec=spec, model=MODEL)
+    assert (np.asarray(cache.layers[0].channel) == 1).all()
 
 
 def test_mass_is_what_the_queries_had_to_give() -> None:

@@ -25,7 +25,7 @@ from tests.gkv_jax.models.test_mixed_full import dense_logits
 from tests.gkv_jax.oracle import Entry, ListCache
 from tests.gkv_jax.tiny import random_params, tiny_config
 
-LOCAL, WIDE = 5, 20
+LOCAL, WIDE = 7, 20
 """Windows below and above what a query sees under every bounded spec of `SPECS`."""
 
 
@@ -50,19 +50,19 @@ MODEL = MixedLlama(CONFIG, windows=(LOCAL, None, WIDE))
 PARAMS = random_params(CONFIG)
 TEXT = np.random.default_rng(11).integers(0, CONFIG.vocab_size, 44).tolist()
 SPECS = {
-    "window": CacheSpec(sinks=3, window=7, max_drafts=2, prefill_chunk=16),
+    "window": CacheSpec(sinks=3, window=12, max_drafts=2, prefill_chunk=16),
     "full": CacheSpec(policy="full", sinks=0, window=64, max_drafts=2, prefill_chunk=16),
     "snapkv": CacheSpec(
         policy="snapkv", sinks=2, kept=6, window=7, max_drafts=2, observe=4, pool=3,
         prefill_chunk=16,
     ),
     "h2o every 4": CacheSpec(
-        policy="h2o", sinks=2, kept=5, window=6, interval=4, max_drafts=2, prefill="chunks",
+        policy="h2o", sinks=2, kept=5, window=10, interval=4, max_drafts=2, prefill="chunks",
         prefill_chunk=16,
     ),
 }  # fmt: skip
-# Around the local window, the tokens of sinks and windows, and a chunk.
-LENGTHS = (4, 5, 6, 8, 9, 10, 11, 15, 16, 17)
+# Around the local window, the sinks and window of each spec, and a chunk.
+LENGTHS = (6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17)
 
 
 class _PerLayer(ListCache):
@@ -221,18 +221,18 @@ def test_each_layer_holds_what_it_can_see() -> None:
     layout = Layout.of(spec, MODEL)
     own = CacheSpec(sinks=0, window=LOCAL, max_drafts=2, positions="text", prefill_chunk=16)
     assert layout == Layout(specs=(own, spec), group=(0, 1, 1))
-    assert (own.capacity, spec.capacity) == (8, 16)
+    assert (own.capacity, spec.capacity) == (16, 24)
     cache = init_cache(spec, MODEL, 2, jnp.float32)
-    assert [layer.k.data.shape[2] for layer in cache.layers] == [8, 16, 16]
+    assert [layer.k.data.shape[2] for layer in cache.layers] == [16, 24, 24]
     local, *others = cache.layers
     assert local.mass is None
     assert local.kept_pos is None
     assert all(layer.mass is not None and layer.kept_pos is not None for layer in others)
     # 2 rows, 2 KV heads of 8 channels, float32: keys and values.
-    assert local.k.nbytes + local.v.nbytes == 2 * 2 * 2 * 8 * 8 * 4
+    assert local.k.nbytes + local.v.nbytes == 2 * 2 * 2 * 16 * 8 * 4
 
     full = init_cache(SPECS["full"], MODEL, 2, jnp.float32)
-    assert [layer.k.data.shape[2] for layer in full.layers] == [8, 72, 24]
+    assert [layer.k.data.shape[2] for layer in full.layers] == [16, 72, 24]
     assert len(full.slots) == 3
 
 
@@ -244,7 +244,7 @@ def test_a_window_as_wide_as_the_total_follows_the_spec() -> None:
 
 
 def test_local_layers_are_stored_like_the_others() -> None:
-    spec = CacheSpec(sinks=3, window=7, dtype="int8")
+    spec = CacheSpec(sinks=3, window=12, dtype="int8")
     assert {each.dtype for each in Layout.of(spec, MODEL).specs} == {"int8"}
     cache = init_cache(spec, MODEL, 2, jnp.float32)
     assert {layer.k.data.dtype for layer in cache.layers} == {jnp.dtype(jnp.int8)}
@@ -260,10 +260,10 @@ def test_a_window_that_no_layer_could_use_is_refused() -> None:
         check_layers(CacheSpec(sinks=0, window=WIDE + 1), local)
 
 
-@pytest.fixture(scope="module", params=["gemma", "gpt-oss"])
-def mixed(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+@functools.cache
+def mixed(name: str) -> tuple[Any, Any]:
     """A decoder whose local layers see 8 positions, and its parameters."""
-    decoder, params, _ = {"gemma": gemma_like, "gpt-oss": gpt_oss_like}[request.param](1)
+    decoder, params, _ = {"gemma": gemma_like, "gpt-oss": gpt_oss_like}[name](1)
     return decoder, params
 
 
@@ -285,9 +285,11 @@ def read_in_chunks(decoder: Decoder, params: Any, spec: CacheSpec, size: int) ->
     return np.concatenate(logits)
 
 
-def test_gemma_and_gpt_oss_in_a_window_equal_dense_attention(mixed: tuple[Any, Any]) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gemma", "gpt-oss"])
+def test_gemma_and_gpt_oss_in_a_window_equal_dense_attention(name: str) -> None:
     """A window alone is a mask; the global layers have one of 11 and the local ones keep theirs."""
-    decoder, params = mixed
+    decoder, params = mixed(name)
     spec = CacheSpec(sinks=0, window=11)
     windowed = dataclasses.replace(
         decoder,
@@ -299,9 +301,10 @@ def test_gemma_and_gpt_oss_in_a_window_equal_dense_attention(mixed: tuple[Any, A
     close(read_in_chunks(decoder, params, spec, 10), expected)
 
 
-def test_gemma_and_gpt_oss_do_not_depend_on_chunks_and_drafts(mixed: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("name", ["gemma", "gpt-oss"])
+def test_gemma_and_gpt_oss_do_not_depend_on_chunks_and_drafts(name: str) -> None:
     """With sinks at their ranks: one token at a time, in chunks, and with random drafts."""
-    decoder, params = mixed
+    decoder, params = mixed(name)
     spec = CacheSpec(sinks=3, window=8, max_drafts=2)
     assert Layout.of(spec, decoder).specs[0].window == WINDOW < spec.total
     expected = read_in_chunks(decoder, params, spec, 10)

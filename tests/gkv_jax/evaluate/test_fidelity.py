@@ -140,8 +140,8 @@ def test_the_common_prefix_ends_at_the_first_difference(full: Continuation) -> N
 
 
 def test_kl_of_known_distributions() -> None:
-    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.5, 0.25])
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.3, 0.5])
     logits = np.log(np.stack([p, q])).astype(np.float32) + 7
-    expected = 0.5 * np.log(2) + 0.25 * np.log(0.5)
+    expected = 0.5 * np.log(2.5) + 0.25 * np.log(0.25 / 0.3) + 0.25 * np.log(0.5)
     divergence = kl_divergence(logits, np.log(np.stack([q, q])))
     np.testing.assert_allclose(divergence, [expected, 0], atol=1e-6)

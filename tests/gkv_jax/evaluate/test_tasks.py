@@ -98,6 +98,7 @@ def test_a_model_without_chat_template_gets_text() -> None:
     [
         (["12345"], " 12345.", 1.0),
         (["12345"], "it is 123456", 0.0),
+        (["12345"], "it is 912345", 0.0),
         (["12345"], "", 0.0),
         (["BCD", "XYZ"], "bcd, and then", 0.5),
         (["BCD", "XYZ"], "XYZ BCD", 1.0),
