@@ -97,7 +97,7 @@ class Engine:
         self._stop_token_ids = frozenset(t for t in stops if 0 <= t < model.vocab_size)
         self._cache = self._new_cache()
         self._cache_bytes = self._cache.nbytes
-        self._prefixes = PrefixStore(self.spec)
+        self._prefixes = PrefixStore(self.spec, model)
         self._inbox = _Inbox()
         self._session = self._new_session()
         self._sampling = greedy_rows(slots)
@@ -315,11 +315,12 @@ class Engine:
     def share_prefix(self, prompt: Prompt) -> int:
         """Read a prompt's beginning once, for all later prompts that begin with the same tokens.
 
-        Such a prompt is read from there on (``stats["prefix_tokens"]`` says how much was saved), also
-        if it shares only a part of the prefix. A chat prefix should hold whole messages, such as the
-        system prompt; it is read without the template's opening of an answer. The last eight are held,
-        each in a row of the cache's size. Prompts that a score policy reads whole share nothing: what
-        it keeps of them depends on their ends.
+        Such a prompt is read from there on (``stats["prefix_tokens"]`` says how much was saved). A part
+        of the prefix is shared, too, where the cache of a part is part of the cache (not in int8, not
+        under a ``decode`` policy, not beyond a model's own window). A chat prefix should hold whole
+        messages, such as the system prompt; it is read without the template's opening of an answer.
+        The last eight are held, each in a row of the cache's size. Prompts that a score policy reads
+        whole share nothing: what it keeps of them depends on their ends.
 
         Returns:
           Tokens in the prefix. With ``CacheSpec.sinks`` of as many, it is never evicted, either.

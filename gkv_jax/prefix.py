@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gkv_jax.cache import Cache, CacheSpec
+from gkv_jax.cache import Cache, CacheSpec, Layout
 from gkv_jax.cache.segments import EMPTY
 from gkv_jax.errors import UserError
-from gkv_jax.models.protocol import Params
+from gkv_jax.models.protocol import Decoder, Params
 
 Tokens = tuple[int, ...]
 
@@ -26,14 +26,24 @@ Tokens = tuple[int, ...]
 class PrefixStore:
     """The last few prefixes, each as a row of the cache."""
 
-    def __init__(self, spec: CacheSpec, most: int = 8) -> None:
+    def __init__(self, spec: CacheSpec, model: Decoder, most: int = 8) -> None:
         """``most`` is how many are held; the one that was used longest ago makes room."""
         self._spec, self._most = spec, most
+        # What a row holds of a part of its text is what reading that part alone would have left, up to
+        # here: then the model's own windows close, too. A policy's memory and the scales of int8 are
+        # those of the whole.
+        depends_on_all = spec.evictor is not None or spec.dtype == "int8"
+        holds = [each.sinks + each.window - 1 for each in Layout.of(spec, model).specs]
+        self._divisible = 0 if depends_on_all else min(holds)
         self._params: Params = None
         self._rows: collections.OrderedDict[Tokens, Cache] = collections.OrderedDict()
 
     def check(self, length: int) -> None:
         """Raise UserError if a prefix of so many tokens would lose some of them in the cache."""
+        if self._spec.memory == "host":
+            raise UserError(
+                "cache.memory is 'host', where prefixes are not shared; use memory 'device'"
+            )
         holds = self._spec.sinks + self._spec.window - 1
         if length > holds:
             raise UserError(
@@ -56,8 +66,11 @@ class PrefixStore:
         if self._spec.selects(len(tokens)):
             return cache, 0
         shared = {known: _common(known, tokens) for known in self._rows}
-        if self._spec.evictor is not None:  # what its policy remembers is that of the whole prefix
-            shared = {known: n for known, n in shared.items() if n == len(known)}
+        shared = {
+            known: n
+            for known, n in shared.items()
+            if n == len(known) or len(known) <= self._divisible
+        }
         best = max(shared, key=shared.__getitem__, default=())
         length = shared.get(best, 0)
         if length == 0:

@@ -101,8 +101,9 @@ class ChunkAttend:
             return_slot_sums=spec.evictor is not None,
         )
         if spec.policy == "quest":
+            # Those that the chunk may complete. Whoever completes its last page refreshes that.
             first = self._start[None] // spec.page
-            after = quest.refresh(spec, after, row, first, 1 + -(-q.shape[1] // spec.page))
+            after = quest.refresh(spec, after, row, first, -(-q.shape[1] // spec.page))
         if spec.evictor is not None:
             assert attended.slot_sums is not None
             seen = Seen(queries[0], view.by_slot(attended.slot_sums), sinks, scale, soft_cap)
@@ -157,6 +158,7 @@ class _View:
         is_sink = positions < spec.sinks
         among &= real[None, :] & (is_sink[None, :] | near)
         earlier = visible(before.slot_pos, positions[None], prefix=spec.prefix, window=spec.reach)
+        earlier &= before.slot_pos[:, None, None, :] < start  # not the drafts that were rejected
         # A chunk longer than the ring writes only its end: two tokens in one slot have no order.
         survives = is_sink | (positions > start + length - 1 - spec.ring)
         slots = jnp.where(real & survives, slots_of(spec, positions), spec.capacity)

@@ -82,25 +82,19 @@ def commit(
     due = is_due(spec, first_pos, next_pos)
 
     def choose(cache: Cache) -> Cache:
-        layers = [
-            layer
-            if seen is None
-            else evict(
-                layout.spec(index),
-                model.layers[index].rope,
-                layer,
-                seen,
-                cache.slots[layout.group[index]],
-                next_pos,
-                due,
-            )
-            for index, (layer, seen) in enumerate(zip(cache.layers, pending, strict=True))
-        ]
-        slots = [
-            evict_slots(each, old, next_pos, due)
-            for each, old in zip(layout.specs, cache.slots, strict=True)
-        ]
-        return Cache(layers=tuple(layers), slots=tuple(slots))
+        layers = list(cache.layers)
+        for index, seen in enumerate(pending):
+            if seen is not None:
+                each, slots = layout.spec(index), cache.slots[layout.group[index]]
+                rope = model.layers[index].rope
+                layers[index] = evict(each, rope, layers[index], seen, slots, next_pos, due)
+        return Cache(
+            layers=tuple(layers),
+            slots=tuple(
+                evict_slots(each, old, next_pos, due)
+                for each, old in zip(layout.specs, cache.slots, strict=True)
+            ),
+        )
 
     chosen: Cache = jax.lax.cond(jnp.any(due), choose, lambda cache: cache, cache)
     return chosen

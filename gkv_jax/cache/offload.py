@@ -72,13 +72,14 @@ def fetch(stored: Stored, rows: jax.Array, pages: jax.Array, page: int) -> Store
     flat = (rows[:, None, None] * heads + jnp.arange(heads)[None, :, None]) * per_head + pages
     index = flat.reshape(-1, 1)
 
-    def take(buffer: jax.Array) -> jax.Array:
-        # Pages as rows of one list. XLA:TPU gathers these as they lie; with a row, a head and a slot for
-        # an index it would first convert the whole buffer to another layout.
+    def gather(buffer: jax.Array, index: jax.Array) -> jax.Array:
+        # Pages as one list. XLA:TPU gathers these as they lie; with a row, a head and a slot for an
+        # index it would convert the whole buffer to another layout, in every step.
         listed = buffer.reshape(-1, page, *buffer.shape[3:])
-        gather = functools.partial(
-            lax.gather,
-            dimension_numbers=lax.GatherDimensionNumbers(
+        return lax.gather(
+            listed,
+            index,
+            lax.GatherDimensionNumbers(
                 offset_dims=tuple(range(1, listed.ndim)),
                 collapsed_slice_dims=(0,),
                 start_index_map=(0,),
@@ -86,10 +87,12 @@ def fetch(stored: Stored, rows: jax.Array, pages: jax.Array, page: int) -> Store
             slice_sizes=(1, *listed.shape[1:]),
             mode="promise_in_bounds",
         )
+
+    def take(buffer: jax.Array) -> jax.Array:
         if is_on_host(stored):
-            taken = _to_device(_where_it_lies(gather, listed, jax.device_put(index, _HOST)))
+            taken = _to_device(_where_it_lies(gather, buffer, jax.device_put(index, _HOST)))
         else:
-            taken = gather(listed, index)
+            taken = gather(buffer, index)
         return taken.reshape(*pages.shape[:2], -1, *buffer.shape[3:])
 
     fetched: Stored = jax.tree.map(take, stored)

@@ -120,7 +120,9 @@ class PromptAttend:
         keys = segments(rotated, kept_k)
         channel = before.channel
         if channel is not None:
-            own = channel_scale(rotated, prompt.real, prompt.kind.rope.config.rotary_dim(prompt.k.shape[3]))
+            own = channel_scale(
+                rotated, prompt.real, prompt.kind.rope.config.rotary_dim(prompt.k.shape[3])
+            )
             keys = keys / own[:, None]
             channel = channel.at[row].set(own)
         kept_pos, total, observed = before.kept_pos, before.mass, before.observed

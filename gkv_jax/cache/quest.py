@@ -85,7 +85,7 @@ def choose_pages(
       scale: factor on the products in attention.
     """
     assert layer.bounds is not None
-    low, high = layer.bounds[0].astype(q.dtype), layer.bounds[1].astype(q.dtype)
+    low, high = layer.bounds[:, 0].astype(q.dtype), layer.bounds[:, 1].astype(q.dtype)
     batch, n = positions.shape
     pages = jnp.arange(low.shape[2])[None, None, None, :]
     own = (positions // spec.page)[:, :, None, None]
@@ -155,6 +155,7 @@ def _with_bounds(
     assert layer.bounds is not None
     low, high = page_bounds(load(k, None, layer.bounds.dtype), spec.page)
     target = jnp.where(pages >= 0, pages, layer.bounds.shape[3])  # dropped
-    at = (rows[:, None, None], jnp.arange(pages.shape[1])[None, :, None], target)
-    bounds = layer.bounds.at[(0, *at)].set(low, mode="drop").at[(1, *at)].set(high, mode="drop")
+    row, head = rows[:, None, None], jnp.arange(pages.shape[1])[None, :, None]
+    bounds = layer.bounds.at[row, 0, head, target].set(low, mode="drop")
+    bounds = bounds.at[row, 1, head, target].set(high, mode="drop")
     return dataclasses.replace(layer, bounds=bounds)

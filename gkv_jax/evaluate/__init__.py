@@ -10,6 +10,7 @@
 
 from gkv_jax.evaluate.perplexity import perplexity, streaming_nll
 from gkv_jax.evaluate.plan import Plan
+from gkv_jax.evaluate.plot_kept import plot_kept
 from gkv_jax.evaluate.quality import CacheQuality, cache_quality
 
-__all__ = ["CacheQuality", "Plan", "cache_quality", "perplexity", "streaming_nll"]
+__all__ = ["CacheQuality", "Plan", "cache_quality", "perplexity", "plot_kept", "streaming_nll"]

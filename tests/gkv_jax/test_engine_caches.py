@@ -13,6 +13,7 @@ from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserErro
 from gkv_jax.cache.policies import POLICIES
 from gkv_jax.errors import PromptTooLongError
 from gkv_jax.models.llama import Llama
+from gkv_jax.models.protocol import AttentionLayer
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
 CONFIG = text_config()
@@ -186,6 +187,34 @@ def test_what_a_policy_remembers_is_that_of_the_whole_prefix() -> None:
         results = engine.generate(prompts, sampling=sampling)
         assert [r.tokens for r in results] == expected
         assert [r.stats["prefix_tokens"] for r in results] == [length, 0]
+
+
+def test_pages_of_a_prefix_have_their_bounds() -> None:
+    with make(cache=SPECS["quest"]) as engine:
+        (expected,) = engine.generate(SYSTEM + LONG, sampling=Sampling(max_tokens=30))
+        length = engine.share_prefix(SYSTEM)
+        for result in engine.generate([SYSTEM + LONG] * 2, sampling=Sampling(max_tokens=30)):
+            assert result.tokens == expected.tokens
+            assert result.stats["prefix_tokens"] == length
+
+
+def test_a_part_beyond_a_window_of_the_model_is_not_shared() -> None:
+    """The local layer has dropped the end of that part while it read the rest."""
+
+    class Local(Llama):
+        @property
+        def layers(self) -> tuple[AttentionLayer, ...]:
+            local = dataclasses.replace(super().layers[0], window=8)
+            return (local, *super().layers[1:])
+
+    prompts = [SYSTEM[:20] + "?! " + LONG, SYSTEM + LONG]
+    options = {"cache": CacheSpec(sinks=64, window=64), "slots": 1}
+    with Engine(Local(CONFIG), PARAMS, TOKENIZER, **options) as engine:
+        expected = [r.tokens for r in engine.generate(prompts)]
+        length = engine.share_prefix(SYSTEM)
+        results = engine.generate(prompts)
+        assert [r.tokens for r in results] == expected
+        assert [r.stats["prefix_tokens"] for r in results] == [0, length]
 
 
 def test_new_weights_forget_prefixes() -> None:

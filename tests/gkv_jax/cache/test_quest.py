@@ -28,7 +28,7 @@ SPEC = CacheSpec(
 SPECS = {
     "two pages compete": SPEC,
     "no drafts, sinks, pages of 6": dataclasses.replace(
-        SPEC, max_drafts=0, sinks=3, window=45, page=6, budget=24
+        SPEC, max_drafts=0, sinks=3, window=47, page=6, budget=24
     ),
     "a step of three pages": dataclasses.replace(SPEC, max_drafts=4, page=2, budget=12),
 }
@@ -200,7 +200,7 @@ def test_bounds_are_those_of_the_accepted_tokens(name: str, until: int) -> None:
 def bounds_of(cache: Cache, row: int, pages: int) -> np.ndarray:
     bounds = cache.layers[2].bounds
     assert bounds is not None
-    return np.asarray(bounds[:, row, :, :pages])
+    return np.asarray(bounds[row, :, :, :pages])
 
 
 def bounds_from_keys(cache: Cache, row: int, pages: int, spec: CacheSpec) -> np.ndarray:
@@ -228,7 +228,7 @@ def test_int8_pages() -> None:
 def layer_with(k: np.ndarray, page: int) -> LayerCache:
     """A layer that holds ``k [B,Hk,C,D]``; only its bounds matter."""
     empty = init_cache(SPEC, MODEL, 1, jnp.float32).layers[2]
-    return dataclasses.replace(empty, bounds=jnp.stack(page_bounds(jnp.asarray(k), page)))
+    return dataclasses.replace(empty, bounds=jnp.stack(page_bounds(jnp.asarray(k), page), axis=1))
 
 
 def chosen(k: np.ndarray, q: np.ndarray, position: int) -> list[set[int]]:
