@@ -369,7 +369,10 @@ def main(
     folder: Annotated[Path, typer.Option(help="where JSON and plot go")] = RESULTS,
 ) -> None:
     """Time decode steps of every kind of cache at several positions, in turns."""
-    at = sorted(int(position) for position in positions.split(","))
+    try:
+        at = sorted(int(position) for position in positions.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"--positions is {positions}; give numbers") from error
     if steps < INTERVAL or steps % INTERVAL:  # else some policies choose less often than they do
         raise typer.BadParameter(f"--steps is {steps}; it must be a multiple of {INTERVAL}")
     if at[0] < size or any(position % INTERVAL for position in at):

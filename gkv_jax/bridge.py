@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -294,6 +295,7 @@ class Session:
         self._rows[slot] = None
         self._batch.release(slot)
         if row.request.wants_report and error is None:
+            row.request.ended = time.perf_counter()  # the report takes no part of its time
             self._ended.append(Ended(slot, row.request, row.position, reason))
         else:
             row.request.finish(reason, error)

@@ -90,14 +90,15 @@ class Engine:
         self.spec = cache or CacheSpec()
         self._check_spec()
         self.slots, self.loop, self.head = slots, loop, head
-        self._params, self._watchdog_s, self._backend = params, watchdog_s, backend
+        self._watchdog_s, self._backend = watchdog_s, backend
+        # One attribute, so that no thread ever sees prefixes that other weights have read.
+        self._weights = params, PrefixStore(self.spec, model)
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
         stops = {*stop_token_ids, tokenizer.eos_token_id} - {None}
         self._stop_token_ids = frozenset(t for t in stops if 0 <= t < model.vocab_size)
         self._cache = self._new_cache()
         self._cache_bytes = self._cache.nbytes
-        self._prefixes = PrefixStore(self.spec, model)
         self._inbox = _Inbox()
         self._session = self._new_session()
         self._sampling = greedy_rows(slots)
@@ -151,6 +152,10 @@ class Engine:
             backend=backend,
             watchdog_s=watchdog_s,
         )
+
+    @property
+    def _params(self) -> Params:
+        return self._weights[0]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -252,18 +257,18 @@ class Engine:
             that longer prompts need too, unless a policy reads them in one piece.
         """
         longest = prompt_tokens or self.spec.prefill_chunk + 1
+        lengths = {min(self.spec.sinks + self.spec.window, longest)}  # the last that is never whole
         length = SHORTEST
-        while True:
-            tokens = (0,) * min(length + 1, longest)
+        while length + 1 < longest:
+            lengths.add(length + 1)
+            length *= 2
+        for length in sorted(lengths | {longest}):
             stream = TextStream(self.tokenizer)
-            request = Request(tokens, Sampling(max_tokens=1), self._stop_token_ids, stream)
+            request = Request((0,) * length, Sampling(max_tokens=1), self._stop_token_ids, stream)
             self.submit(request)
             error = request.result().error
             if error is not None:
                 raise error
-            if length + 1 >= longest:
-                return
-            length *= 2
 
     def prepare(
         self,
@@ -330,7 +335,8 @@ class Engine:
           Exception: whatever kept it from being read.
         """
         tokens = self._encode(prompt, answer=False)
-        self._prefixes.check(len(tokens))
+        self._weights[1].check(len(tokens))
+        self._check_length(len(tokens) + 1)
         # A request's last prompt token is its first step's input and not in the cache before.
         request = Request(
             prompt=(*tokens, tokens[-1]),
@@ -362,7 +368,7 @@ class Engine:
                 "params differ in structure, shape or dtype from the engine's; "
                 "make a new Engine for a different model"
             )
-        self._params = params
+        self._weights = params, PrefixStore(self.spec, self.model)
         self._inbox.reload = True
 
     def close(self) -> None:
@@ -460,7 +466,7 @@ class Engine:
         spec = self.spec
         if spec.max_tokens is not None:
             return min(spec.max_tokens, self.model.max_positions)
-        streams = spec.positions == "cache" or spec.prefix == 0
+        streams = spec.by_rank or spec.prefix == 0
         return math.inf if streams else self.model.max_positions
 
     def _refused(self, error: Exception) -> Request:
@@ -552,11 +558,10 @@ class Engine:
 
     def _prefill(self, slot: int, request: Request) -> None:
         """Read a prompt, all but its last token: that one is the first step's input."""
-        spec, model, params = self.spec, self.model, self._params
-        tokens = request.prompt[:-1]
+        spec, model, tokens = self.spec, self.model, request.prompt[:-1]
+        params, prefixes = self._weights
         self._cache = reset_row(self._cache, np.int32(slot), spec=spec, model=model)
-        self._prefixes.use_weights(params)
-        self._cache, start = self._prefixes.begin(self._cache, slot, tokens)
+        self._cache, start = prefixes.begin(self._cache, slot, tokens)
         request.prefix_tokens = start
         for cache in reading(
             params, self._cache, tokens, slot, model=model, spec=spec, start=start
@@ -565,7 +570,7 @@ class Engine:
             if request.cancelled or self._inbox.closing:
                 raise RequestCancelled("the request was cancelled while its prompt was read")
         if request.shares_prefix:
-            self._prefixes.add(tokens, self._cache, slot)
+            self._cache = prefixes.add(tokens, self._cache, slot)
 
     def _new_cache(self) -> Cache:
         return init_cache(self.spec, self.model, self.slots, self.dtype)

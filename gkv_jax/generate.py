@@ -1,6 +1,7 @@
 """``python -m gkv_jax.generate``: one prompt, one constraint, tokens as they come."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,8 @@ def generate(
     kept: Annotated[
         int,
         typer.Option(
-            help="Prompt tokens that SnapKV selects from a longer prompt.", rich_help_panel=_CACHE
+            help="Tokens that SnapKV (or --cache policy=...) selects beyond these.",
+            rich_help_panel=_CACHE,
         ),
     ] = 0,
     full: Annotated[
@@ -129,6 +131,7 @@ def generate(
     from rich.console import Console
 
     from gkv_jax import CacheSpec, Engine, Sampling
+    from gkv_jax.evaluate.plot_kept import check_format
     from grammar_host.backends import check_backend_name
 
     guide = _guide(
@@ -146,7 +149,15 @@ def generate(
         raise UserError("--full and --kept exclude each other; a full cache keeps everything")
     policy = "full" if full else "snapkv" if kept else "window"
     sizes: dict[str, Any] = {"policy": policy, "sinks": sinks, "kept": kept, "window": window}
-    spec = CacheSpec(**(sizes | _cache_options(cache or [])))
+    options = _cache_options(cache or [])
+    if full and "policy" in options:
+        raise UserError("--full and --cache policy=... exclude each other; give one of them")
+    for name in ("sinks", "kept", "window"):
+        if name in options:
+            raise UserError(f"--cache {name}=...: write --{name} instead")
+    spec = CacheSpec(**(sizes | options))
+    if kept_plot is not None:
+        check_format(kept_plot)
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -167,7 +178,9 @@ def generate(
         )
         # Compile what this prompt needs, so that the statistics are those of decoding.
         with Console(stderr=True).status("compiling"):  # seen on terminals only
-            engine.generate(text_or_chat, sampling=Sampling(max_tokens=1))
+            engine.generate(
+                text_or_chat, sampling=Sampling(max_tokens=1), report=kept_plot is not None
+            )
         engine.submit(request)
         for piece in request.pieces():
             print(piece.text, end="", flush=True)
@@ -183,13 +196,14 @@ def _cache_options(options: list[str]) -> dict[str, Any]:
     """Fields of ``CacheSpec`` from ``FIELD=VALUE``: integers where they are, else strings."""
     from gkv_jax import CacheSpec
 
-    known = [field.name for field in dataclasses.fields(CacheSpec)]
+    # Nothing here proposes drafts: room for them would only widen every step.
+    known = [f.name for f in dataclasses.fields(CacheSpec) if f.name != "max_drafts"]
     values: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")
         if not equals or name not in known:
             raise UserError(f"--cache {option}: write FIELD=VALUE with one of {', '.join(known)}")
-        values[name] = int(value) if value.isdecimal() else value
+        values[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
     return values
 
 

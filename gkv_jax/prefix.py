@@ -18,13 +18,13 @@ import numpy as np
 from gkv_jax.cache import Cache, CacheSpec, Layout
 from gkv_jax.cache.segments import EMPTY
 from gkv_jax.errors import UserError
-from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.models.protocol import Decoder
 
 Tokens = tuple[int, ...]
 
 
 class PrefixStore:
-    """The last few prefixes, each as a row of the cache."""
+    """The last few prefixes that were read with the same weights, each as a row of the cache."""
 
     def __init__(self, spec: CacheSpec, model: Decoder, most: int = 8) -> None:
         """``most`` is how many are held; the one that was used longest ago makes room."""
@@ -35,7 +35,6 @@ class PrefixStore:
         depends_on_all = spec.evictor is not None or spec.dtype == "int8"
         holds = [each.sinks + each.window - 1 for each in Layout.of(spec, model).specs]
         self._divisible = 0 if depends_on_all else min(holds)
-        self._params: Params = None
         self._rows: collections.OrderedDict[Tokens, Cache] = collections.OrderedDict()
 
     def check(self, length: int) -> None:
@@ -44,19 +43,33 @@ class PrefixStore:
             raise UserError(
                 "cache.memory is 'host', where prefixes are not shared; use memory 'device'"
             )
-        holds = self._spec.sinks + self._spec.window - 1
-        if length > holds:
+        chunk = self._spec.prefill_chunk
+        if self._spec.dtype == "int8" and length < chunk:
             raise UserError(
-                f"prefix has {length} tokens, more than the {holds} that the cache holds before it "
-                f"evicts; set cache.sinks to {length} to keep it for good, or shorten it"
+                f"prefix has {length} tokens, but the scales of int8 are those of a text's first "
+                f"{chunk}; share as many, or set cache.prefill_chunk to at most {length}"
             )
+        holds = self._spec.sinks + self._spec.window - 1
+        if length <= holds:
+            return
+        if self._spec.max_tokens is not None:
+            raise UserError(
+                f"prefix has {length} tokens, more than the {holds} that the cache has room for "
+                "beside an answer; set cache.window higher, or shorten it"
+            )
+        raise UserError(
+            f"prefix has {length} tokens, more than the {holds} that the cache holds before it "
+            f"evicts; set cache.sinks to {length} to keep it for good, or shorten it"
+        )
 
-    def add(self, tokens: Tokens, cache: Cache, row: int) -> None:
-        """Keep a copy of ``row``, which holds ``tokens`` and nothing else."""
-        self._rows[tokens] = _take(cache, np.int32(row))
+    def add(self, tokens: Tokens, cache: Cache, row: int) -> Cache:
+        """Keep a copy of ``row``, which holds ``tokens`` and nothing else. Donates ``cache``."""
+        copy = self._rows[tokens] = _take(cache, np.int32(row))
         self._rows.move_to_end(tokens)
         while len(self._rows) > self._most:
             self._rows.popitem(last=False)
+        # It is there already; but now the program is compiled, and no request waits for that.
+        return _put(cache, np.int32(row), copy, np.int32(len(tokens)))
 
     def begin(self, cache: Cache, row: int, tokens: Sequence[int]) -> tuple[Cache, int]:
         """``cache`` (donated) with what is known of ``tokens`` in ``row``, and how many tokens that is.
@@ -77,12 +90,6 @@ class PrefixStore:
             return cache, 0
         self._rows.move_to_end(best)
         return _put(cache, np.int32(row), self._rows[best], np.int32(length)), length
-
-    def use_weights(self, params: Params) -> None:
-        """Forget what was read with other weights."""
-        if params is not self._params:
-            self._rows.clear()
-            self._params = params
 
 
 def _common(known: Tokens, tokens: Sequence[int]) -> int:

@@ -152,7 +152,8 @@ class Request:
         """End the request; the first call counts."""
         if self.finish_reason is not None:
             return
-        self.finish_reason, self.error, self.ended = reason, error, time.perf_counter()
+        self.finish_reason, self.error = reason, error
+        self.ended = self.ended or time.perf_counter()
         try:
             # After an error the stream may hold text of tokens that do not count.
             if error is None:

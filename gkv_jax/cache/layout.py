@@ -40,28 +40,46 @@ def _layout(spec: CacheSpec, layers: tuple[AttentionLayer, ...]) -> Layout:
 
 
 def _layer_spec(spec: CacheSpec, index: int, layer: AttentionLayer) -> CacheSpec:
-    if layer.window is not None and layer.window < spec.total:
+    if _keeps_its_window(spec, layer):
         # The model's own sliding window: bounded as it is, and exact. Token sinks and kept tokens
-        # would be keys that this layer never saw in training.
+        # would be keys at distances that this layer never saw in training.
         return CacheSpec(
             sinks=0,
-            window=layer.window,
+            window=min(layer.window or spec.total, spec.total),
             max_drafts=spec.max_drafts,
             positions="text",
             dtype=spec.dtype,
             prefill_chunk=spec.prefill_chunk,
         )
     if spec.policy == "quest" and index < _QUEST_DENSE_LAYERS:
-        return dataclasses.replace(spec, policy="full", budget=0, memory="device")
+        return dataclasses.replace(
+            spec, policy="full", budget=0, page=CacheSpec.page, memory="device"
+        )
     return spec
 
 
+def _keeps_its_window(spec: CacheSpec, layer: AttentionLayer) -> bool:
+    if layer.window is None:
+        return False
+    # At ranks, no distance exceeds what the cache holds; at true positions those of sinks and kept
+    # tokens grow with the text.
+    follows = spec.by_rank or spec.max_tokens is not None or spec.prefix == 0
+    return layer.window < spec.total or not follows
+
+
 def check_layers(spec: CacheSpec, model: Decoder) -> None:
-    """Raise UserError where no layer of ``model`` could use the window of ``spec``."""
-    windows = [layer.window for layer in model.layers]
-    longest = max((window or spec.window) for window in windows)
-    if spec.max_tokens is None and spec.window > longest:
+    """Raise UserError where no layer of ``model`` could use what ``spec`` asks for."""
+    if spec.max_tokens is not None or any(layer.window is None for layer in model.layers):
+        return
+    longest = max(layer.window or 0 for layer in model.layers)
+    if spec.window > longest:
         raise UserError(
             f"cache.window is {spec.window}, but no layer of the model sees more than {longest} "
             f"positions; set window to at most {longest}"
+        )
+    if spec.prefix and all(_keeps_its_window(spec, layer) for layer in model.layers):
+        raise UserError(
+            f"cache.sinks and cache.kept are {spec.sinks} and {spec.kept}, but every layer of the model "
+            f"sees a window of its own, {longest} positions at most; set both to 0, or positions "
+            f"'cache' and sinks + kept + window to at most {longest}"
         )

@@ -108,7 +108,7 @@ class PromptAttend:
         source = jnp.zeros((len(heads), 0), jnp.int32) if chosen is None else jnp.maximum(chosen, 0)
         rotated = prompt.rotated_k[0]
         kept_k = rotated[source, heads]
-        if spec.positions == "cache":
+        if spec.by_rank:
             ranks = jnp.broadcast_to(spec.sinks + jnp.arange(spec.kept)[None, :], source.shape)
             kept_k = rotate(prompt.k[0][source, heads], prompt.kind.rope.angles(ranks))
 

@@ -241,7 +241,7 @@ def ranks_of(spec: CacheSpec, slots: Slots, positions: jax.Array) -> jax.Array |
     None where every rank equals the true position or is not wanted, so that one rotation of the
     query is enough.
     """
-    if spec.positions == "text" or spec.max_tokens is not None or spec.prefix == 0:
+    if not spec.by_rank:
         return None
     behind = jnp.minimum(positions - slots.ring_start[:, None], spec.window - 1)
     return slots.prefix_len[:, None] + behind

@@ -94,13 +94,12 @@ class CacheSpec:
             if getattr(self, name) not in values:
                 raise UserError(f"cache.{name} is {getattr(self, name)!r}; choose from {values}")
         selector, evictor = self.selector, self.evictor
-        if self.positions is None:
-            object.__setattr__(self, "positions", "text" if evictor else "cache")
         if (selector is not None) != (self.kept > 0):
             raise UserError(
                 f"cache.kept is {self.kept} under policy {self.policy_name!r}; policies that select "
                 f"need kept > 0, {', '.join(map(repr, _WITHOUT_SCORES))} need kept = 0"
             )
+        self._check_unused(selector)
         self._check_eviction(evictor)
         self._check_quest()
 
@@ -115,6 +114,21 @@ class CacheSpec:
                 raise UserError(f"cache.{name} is {value!r}; it must be an integer >= {minimum}")
         if self.pool % 2 == 0:
             raise UserError(f"cache.pool is {self.pool}; it must be odd, to be centred on a token")
+
+    def _check_unused(self, selector: "Policy | None") -> None:
+        """Fields that this policy does not read must be as they are by default."""
+        unused = [] if selector is not None else ["observe", "pool", "pooling"]
+        unused += [] if self.policy == "quest" else ["page"]
+        for field in dataclasses.fields(self):
+            if field.name in unused and getattr(self, field.name) != field.default:
+                raise UserError(
+                    f"cache.{field.name} is {getattr(self, field.name)!r}, which policy "
+                    f"{self.policy_name!r} does not read; leave it out"
+                )
+        if self.decode is not None and self.policy in ("full", "quest"):
+            raise UserError(
+                f"cache.decode is set under policy {self.policy!r}, which evicts nothing; leave it out"
+            )
 
     def _check_eviction(self, evictor: "Policy | None") -> None:
         if evictor is None:
@@ -195,6 +209,15 @@ class CacheSpec:
             return evictor
         selector = self.selector
         return selector if selector is not None and selector.in_decode else None
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether sinks and kept tokens stand at their rank among the cached tokens."""
+        if self.max_tokens is not None or self.prefix == 0:
+            return False  # every rank is the true position, or there is nothing before the ring
+        if self.positions is None:
+            return self.evictor is None
+        return self.positions == "cache"
 
     @property
     def queries(self) -> int:
@@ -281,7 +304,7 @@ def _policy(field: str, value: "str | Policy", others: tuple[str, ...]) -> "Poli
     if isinstance(value, Policy):
         return value
     known: Mapping[str, Any] = dict.fromkeys(others) | POLICIES
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise UserError(f"cache.{field} is {value!r}; choose from {tuple(known)} or give a Policy")
     policy: Policy | None = known[value]
     return policy

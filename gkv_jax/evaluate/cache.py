@@ -40,9 +40,9 @@ def main(
     budgets: Annotated[
         str, typer.Option(help="Tokens held per KV head, comma-separated.")
     ] = _comma(Plan.budgets),
-    tasks: Annotated[str, typer.Option(help="Retrieval tasks, comma-separated, or none.")] = _comma(
-        Plan.tasks
-    ),
+    tasks: Annotated[
+        str, typer.Option(help="Retrieval tasks, comma-separated; empty for none.")
+    ] = _comma(Plan.tasks),
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, comma-separated.")] = _comma(
         Plan.lengths
     ),
@@ -101,6 +101,8 @@ def main(
                 stream=stream,
             )
         plan = dataclasses.replace(plan, seed=seed)
+        if out.exists() and not out.is_dir():
+            raise UserError(f"out: {out} is a file; name a folder")
         prose = load_text(text)
         loaded = load_model(model, dtype="float32")
         decoder = Llama(loaded.config)

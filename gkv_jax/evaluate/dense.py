@@ -83,7 +83,7 @@ class _RankedAttend:
             seen = (keys <= at) & ((keys < spec.sinks) | (keys > at - spec.window))
             # Rank among the seen; where a key is not seen the number does not matter.
             ranks = jnp.cumsum(seen) - 1
-            if spec.positions == "text":
+            if not spec.by_rank:
                 ranks = keys
             own = ranks[at]
             out, _ = attention(

@@ -49,6 +49,10 @@ class Plan:
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be >= {minimum}")
+        if 0 < self.stream < 3:
+            raise UserError(f"stream is {self.stream}; it must be 0 or at least 3")
+        if min(self.lengths) < 1:
+            raise UserError(f"lengths: {min(self.lengths)} is too short; it must be >= 1")
         for task in self.tasks:
             tasks.task_named(task)
         for depth in self.depths:

@@ -22,6 +22,17 @@ _COLUMNS = 640  # of the raster, at most; longer texts share a column among seve
 _FAINTEST = 0.35  # how much colour a column has that holds a single token of its many
 
 
+def check_format(path: str | Path | None) -> None:
+    """Raise UserError if ``plot_kept`` could not write there: for callers with work to do before."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError('plot_kept draws with matplotlib: pip install "gkv_jax[bench]"') from error
+    formats = sorted(Figure().canvas.get_supported_filetypes())
+    if path is not None and Path(path).suffix[1:].lower() not in formats:
+        raise UserError(f"path {path}: its suffix must be one of {', '.join(formats)}")
+
+
 def plot_kept(
     report: CacheReport,
     path: str | Path | None = None,
@@ -44,13 +55,13 @@ def plot_kept(
       The matplotlib figure. It belongs to no window and to no global state.
 
     Raises:
-      UserError: matplotlib is not installed, the text is empty, or a layer does not exist.
+      UserError: matplotlib is not installed, the path has no suffix that it can write, the text is
+        empty, or a layer does not exist.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise UserError('plot_kept draws with matplotlib: pip install "gkv_jax[bench]"') from error
+    check_format(path)
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     chosen = _chosen(report, layers)
     raster, middles = _raster(report, chosen)
     height = float(np.clip(1.5 + 0.06 * len(raster), 2.6, 14.0))

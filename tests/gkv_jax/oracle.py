@@ -71,7 +71,7 @@ class ListCache:
         out = np.zeros_like(q)
         for head in range(self.config.num_heads):
             seen = self.visible(layer, head // groups, position)
-            by_rank = self.spec.positions == "cache"
+            by_rank = self.spec.by_rank
             places = list(range(len(seen))) if by_rank else [e.position for e in seen]
             keys = np.stack(
                 [self.rotate(e.k[head // groups], at) for e, at in zip(seen, places, strict=True)]
@@ -113,7 +113,7 @@ class ListCache:
 
     def read_prompt(self, tokens: list[int]) -> None:
         """Read with full attention at true positions, remembering the queries for ``snapkv``."""
-        full = dataclasses.replace(self.spec, policy="full", kept=0, sinks=0, window=10**6)
+        full = CacheSpec.full(10**6)
         self.prompt_queries: list[list[np.ndarray]] = [[] for _ in self.entries]
         spec, self.spec, ring_start, self.ring_start = self.spec, full, self.ring_start, 0
         attend = self._attend

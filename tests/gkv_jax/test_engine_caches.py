@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserError
-from gkv_jax.cache.policies import POLICIES
+from gkv_jax.cache.policies import POLICIES, Policy
 from gkv_jax.errors import PromptTooLongError
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import AttentionLayer
@@ -41,7 +44,7 @@ WORK: list[tuple[str, Guide | None, Sampling]] = [
     (LONG[3:], None, Sampling(max_tokens=40, temperature=1.1, seed=3)),
 ]
 
-make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, slots=2)
+make = functools.partial(Engine, MODEL, tokenizer=TOKENIZER, params=PARAMS, slots=2)
 
 
 def run(engine: Engine, drafts: Any = None, **options: Any) -> list[Any]:
@@ -167,6 +170,31 @@ def test_a_prefix_that_would_be_evicted_is_refused(sharing: Engine) -> None:
         sharing.share_prefix(LONG * 2)
 
 
+def test_a_prefix_that_could_not_be_used_is_refused(sharing: Engine) -> None:
+    with (
+        make(cache=CacheSpec.full(50)) as full,
+        pytest.raises(UserError, match=r"set cache\.window"),
+    ):
+        full.share_prefix("y" * 60)
+    with make(cache=CacheSpec.full(1000)) as full, pytest.raises(PromptTooLongError):
+        full.share_prefix("y" * 700)  # the model was trained for 512
+    with (
+        make(cache=CacheSpec(sinks=64, window=64, dtype="int8", prefill_chunk=32)) as int8,
+        pytest.raises(UserError, match="scales of int8 are those of a text's first 32"),
+    ):
+        int8.share_prefix("y" * 31)
+
+
+def test_a_prefix_in_int8_changes_nothing() -> None:
+    spec = CacheSpec(sinks=64, window=64, dtype="int8", prefill_chunk=32)
+    with make(cache=spec) as engine:
+        (expected,) = engine.generate(SYSTEM + LONG, sampling=Sampling(max_tokens=30))
+        length = engine.share_prefix(SYSTEM)
+        (result,) = engine.generate(SYSTEM + LONG, sampling=Sampling(max_tokens=30))
+        assert result.stats["prefix_tokens"] == length
+        assert result.tokens == expected.tokens
+
+
 def test_selections_are_never_shared() -> None:
     with make(cache=CacheSpec(policy="snapkv", sinks=2, kept=8, window=60)) as engine:
         length = engine.share_prefix(SYSTEM)
@@ -225,6 +253,27 @@ def test_new_weights_forget_prefixes() -> None:
         assert result.stats["prefix_tokens"] == 0
 
 
+def test_neither_prefixes_nor_old_weights_outlive_new_ones() -> None:
+    params = jax.tree.map(jnp.array, PARAMS)
+    old = weakref.ref(params["embed"])
+    with make(params=params, cache=CacheSpec(sinks=64, window=64)) as engine:
+        engine.share_prefix(SYSTEM)
+        engine.update_params(jax.tree.map(lambda leaf: leaf * 1.01, params))
+        del params
+        gc.collect()
+        assert old() is None
+
+
+def test_sharing_compiles_nothing_on_a_request(compiles: list[str]) -> None:
+    with make(cache=CacheSpec(sinks=64, window=63)) as engine:
+        engine.warm_up()
+        length = engine.share_prefix(SYSTEM)
+        compiles.clear()
+        (result,) = engine.generate(SYSTEM + "Why?", sampling=Sampling(max_tokens=3))
+        assert result.stats["prefix_tokens"] == length
+        assert compiles == []
+
+
 def test_the_last_eight_prefixes_are_held(sharing: Engine) -> None:
     for letter in "abcdefghi":
         sharing.share_prefix(letter * 10)
@@ -247,6 +296,20 @@ def test_a_text_ends_where_old_tokens_would_be_farther_than_trained() -> None:
         with Engine(model, PARAMS, TOKENIZER, cache=streams, slots=1) as engine:
             (result,) = engine.generate("x" * 40, sampling=Sampling(max_tokens=100))
             assert len(result.tokens) == 100 or result.finish_reason == "stop"
+
+
+def test_a_changed_policy_has_the_positions_that_it_needs() -> None:
+    spec = CacheSpec(policy="snapkv", kept=4)
+    assert spec.by_rank
+    evicting = dataclasses.replace(spec, decode="h2o", interval=8)
+    assert not evicting.by_rank
+    assert dataclasses.replace(evicting, decode="stream", interval=1).by_rank
+
+
+@pytest.mark.parametrize(("needs", "observe"), [("atention_mass", None), ("keys", 0)])
+def test_a_policy_that_says_what_cannot_be_is_refused(needs: Any, observe: int | None) -> None:
+    with pytest.raises(UserError, match=r"policy\.(needs is .atention|observe is 0)"):
+        Policy("mine", lambda evidence, spec: evidence.k[..., 0], needs=needs, observe=observe)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +335,11 @@ def test_a_text_ends_where_old_tokens_would_be_farther_than_trained() -> None:
         ({"policy": "quest", "window": 64}, "multiple of page .16. and at least"),
         ({"policy": "quest", "window": 64, "budget": 50}, "cache.budget is 50"),
         ({"budget": 64}, "only policy 'quest'"),
+        ({"observe": 8}, "cache.observe is 8, which policy 'window' does not read"),
+        ({"policy": "snapkv", "kept": 4, "page": 8}, "cache.page is 8"),
+        ({"policy": "full", "decode": "stream"}, "cache.decode is set under policy 'full'"),
+        ({"policy": ["snapkv"]}, "cache.policy is"),
+        ({"memory": "host"}, "cache.memory is 'host' under policy 'window'"),
         ({"dtype": "int4"}, "cache.dtype is 'int4'; choose from"),
         ({"pool": 4}, "it must be odd"),
         ({"pooling": "sum"}, "cache.pooling is 'sum'"),

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from gkv_jax.errors import UserError
 from gkv_jax.rope import Rope
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Policy:
       needs: ``keys`` (and values) alone; ``window_attention``, the mean probability that the last
         ``observe`` queries give a token; ``attention_mass``, the sum of the probabilities that every
         query so far has given it; ``query_statistics``, mean and covariance of the prompt's queries.
-      observe: the only ``CacheSpec.observe`` that fits, if there is one.
+      observe: queries that vote, whatever ``CacheSpec.observe`` says; None for what that says.
       in_decode: whether the policy also chooses, unless told otherwise, among the tokens that leave
         the window in decode; else they are gone.
     """
@@ -73,6 +74,12 @@ class Policy:
     needs: Needs
     observe: int | None = None
     in_decode: bool = False
+
+    def __post_init__(self) -> None:
+        if self.needs not in get_args(Needs):
+            raise UserError(f"policy.needs is {self.needs!r}; choose from {get_args(Needs)}")
+        if self.observe is not None and self.observe < 1:
+            raise UserError(f"policy.observe is {self.observe}; it must be at least 1, or None")
 
 
 def max_pool(scores: jax.Array, evidence: Evidence, width: int) -> jax.Array:

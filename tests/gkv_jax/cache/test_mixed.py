@@ -74,7 +74,12 @@ class _PerLayer(ListCache):
             inverse_frequencies(layer.rope.config, layer.rope.head_dim) for layer in model.layers
         ]
         visible = spec.sinks + spec.kept + spec.window
-        self.narrow = [w if w is not None and w < visible else None for w in model.windows]
+        # Where sinks and kept tokens are as far away as they are in the text, no local layer has any.
+        narrow = not spec.by_rank and spec.policy != "full"
+        self.narrow = [
+            min(w, visible) if w is not None and (w < visible or narrow) else None
+            for w in model.windows
+        ]
 
     def visible(self, layer: int, head: int, position: int) -> list[Entry]:
         window = self.narrow[layer]
@@ -216,18 +221,23 @@ def random_rows(
 
 
 def test_each_layer_holds_what_it_can_see() -> None:
-    """Below the total, a layer's own window is all; above it, the layer follows the spec."""
+    """Below the total, a layer's own window is all; above it, it follows the spec, but for true positions."""
     spec = SPECS["h2o every 4"]
-    layout = Layout.of(spec, MODEL)
-    own = CacheSpec(sinks=0, window=LOCAL, max_drafts=2, positions="text", prefill_chunk=16)
-    assert layout == Layout(specs=(own, spec), group=(0, 1, 1))
-    assert (own.capacity, spec.capacity) == (16, 24)
+    own, wide = (
+        CacheSpec(sinks=0, window=window, max_drafts=2, positions="text", prefill_chunk=16)
+        for window in (LOCAL, spec.total)
+    )
+    assert Layout.of(spec, MODEL) == Layout(specs=(own, spec, wide), group=(0, 1, 2))
+    ranked = SPECS["window"]
+    assert Layout.of(ranked, MODEL) == Layout(specs=(own, ranked), group=(0, 1, 1))
+    assert (own.capacity, spec.capacity, wide.capacity) == (16, 24, 24)
     cache = init_cache(spec, MODEL, 2, jnp.float32)
     assert [layer.k.data.shape[2] for layer in cache.layers] == [16, 24, 24]
-    local, *others = cache.layers
+    local, everywhere, _ = cache.layers
     assert local.mass is None
     assert local.kept_pos is None
-    assert all(layer.mass is not None and layer.kept_pos is not None for layer in others)
+    assert everywhere.mass is not None
+    assert everywhere.kept_pos is not None
     # 2 rows, 2 KV heads of 8 channels, float32: keys and values.
     assert local.k.nbytes + local.v.nbytes == 2 * 2 * 2 * 16 * 8 * 4
 
@@ -258,6 +268,23 @@ def test_a_window_that_no_layer_could_use_is_refused() -> None:
     check_layers(CacheSpec(sinks=0, window=WIDE + 1), MODEL)
     with pytest.raises(UserError, match=r"cache\.window is 21, .* at most 20"):
         check_layers(CacheSpec(sinks=0, window=WIDE + 1), local)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CacheSpec(sinks=2, window=WIDE),
+        CacheSpec(policy="snapkv", sinks=0, kept=8, window=WIDE - 7),
+        CacheSpec(policy="h2o", sinks=0, kept=4, window=8),
+        CacheSpec(sinks=2, window=8, positions="text"),
+    ],
+)
+def test_sinks_and_kept_tokens_that_no_layer_would_have_are_refused(spec: CacheSpec) -> None:
+    local = MixedLlama(CONFIG, windows=(LOCAL, WIDE, LOCAL))
+    with pytest.raises(UserError, match=r"cache\.sinks and cache\.kept are .* set both to 0"):
+        check_layers(spec, local)
+    check_layers(spec, MODEL)
+    check_layers(CacheSpec(sinks=2, window=WIDE - 2), local)
 
 
 @functools.cache

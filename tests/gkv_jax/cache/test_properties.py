@@ -138,7 +138,7 @@ def dense_logits(text: list[int], spec: CacheSpec) -> np.ndarray:
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), PARAMS)
     at = np.arange(len(text))
     seen = (at <= at[:, None]) & ((at < spec.sinks) | (at > at[:, None] - spec.window))
-    rank = seen.cumsum(axis=1) - 1 if spec.positions == "cache" else np.tile(at, (len(at), 1))
+    rank = seen.cumsum(axis=1) - 1 if spec.by_rank else np.tile(at, (len(at), 1))
     distance = np.diagonal(rank)[:, None] - rank
     turn = np.exp(1j * distance[..., None] * inverse_frequencies(CONFIG.rope, CONFIG.head_dim))
     half, groups = CONFIG.head_dim // 2, CONFIG.num_heads // CONFIG.num_kv_heads
