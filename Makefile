@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2-135m-instruct
 
+# Two workers, each with whole files: fixtures and compiled functions are shared within a file.
+PARALLEL := -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full model aot-cuda lint format bench bench-peers eval-cache clean
 
@@ -45,10 +48,10 @@ demo: model  ## the main job: a real model writes a document that obeys a JSON S
 	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
 
 test: model lint $(VENV)/libtpu aot-cuda  ## ruff, mypy and the tests (what CI runs)
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
 
 test-full: model lint $(VENV)/libtpu aot-cuda  ## the long sizes of the long checks, too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/installed  ## ruff and mypy
 	$(BIN)/ruff check .

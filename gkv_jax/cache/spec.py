@@ -51,7 +51,8 @@ class CacheSpec:
       dtype: how keys and values are stored: ``bfloat16``, ``float8_e4m3fn``, ``int8`` (with scales per
         token, and per channel for keys); None for the dtype of the weights.
       observe: last queries that vote in SnapKV (in TOVA it is always the last one).
-      pool: width of SnapKV's pooling over neighbouring tokens; odd.
+      pool: width of SnapKV's pooling over neighbouring tokens; odd. The paper's 5 to 7 lose the end of a
+        number that is written a digit a token (docs/cache-quality.md).
       pooling: ``max`` or ``mean``.
       prefill_chunk: prompt tokens per prefill call; longer prompts take several, shorter ones are
         padded to the next power of two.
@@ -75,7 +76,7 @@ class CacheSpec:
     positions: Positions | None = None
     dtype: Storage | None = None
     observe: int = 32
-    pool: int = 7
+    pool: int = 13
     pooling: Pooling = "max"
     prefill_chunk: int = 256
     budget: int = 0

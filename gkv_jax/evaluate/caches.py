@@ -69,11 +69,11 @@ def _streaming(sinks: int) -> Callable[[int, int], CacheSpec]:
 
 
 def _selecting(policy: str, decode: str | None = None) -> Callable[[int, int], CacheSpec]:
-    """Sinks, a quarter of the budget for the window, the rest for what the policy chooses."""
+    """Sinks, an eighth of the budget for the window, the rest for what the policy chooses."""
 
     def spec(budget: int, length: int) -> CacheSpec:
         waiting = INTERVAL - 1 if decode is not None else 0
-        window = budget // 4
+        window = budget // 8
         kept = budget - SINKS - window - waiting
         _check_budget(budget, 2 * (SINKS + waiting) + 8)
         return CacheSpec(

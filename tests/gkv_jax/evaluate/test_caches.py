@@ -21,7 +21,7 @@ def test_a_budget_is_used_and_not_exceeded(name: str, budget: int) -> None:
         assert spec.prefix + spec.reach == budget
         assert spec.sinks == (0 if name == "sliding" else caches.SINKS)
     if spec.kept:
-        assert spec.window == budget // 4
+        assert spec.window == budget // 8
         assert spec.kept > budget // 4
 
 
