@@ -136,7 +136,7 @@ def _filled_layer(
         observed = jax.random.normal(jax.random.key(1), shape).astype(dtype)
         layer = dataclasses.replace(layer, observed=observed)
     if layer.bounds is not None:
-        bounds = jnp.stack(page_bounds(load(layer.k, None, layer.bounds.dtype), spec.page), axis=1)
+        bounds = page_bounds(load(layer.k, None, layer.bounds.dtype), spec.page)
         layer = dataclasses.replace(layer, bounds=bounds)
     return layer
 

@@ -321,8 +321,8 @@ def _quest_scores(
     from gkv_jax.cache.quest import page_scores
 
     del implementation  # plain XLA
-    bounds = _array(dtype, batch, 8, capacity // 16, 128)
-    operands = (_array(dtype, batch, queries, 32, 128), bounds, bounds)
+    bounds = _array(dtype, batch, 8, capacity // 16, 2 * 128)
+    operands = (_array(dtype, batch, queries, 32, 128), bounds)
     return Program(page_scores, operands, _once(page_scores, operands))
 
 

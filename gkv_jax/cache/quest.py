@@ -11,7 +11,7 @@ heads are averaged after a softmax over the pages that compete, so that each hea
 no draft has any. Prompts are read with full attention, and so are the first two layers in decoding, as
 in the paper.
 
-In plain XLA, two products and a gather: see ``docs/kernels.md`` for why there is no kernel.
+In plain XLA, a product and a gather: see ``docs/kernels.md`` for why there is no kernel.
 """
 
 import dataclasses
@@ -27,31 +27,28 @@ from gkv_jax.cache.storage import Stored, load
 from pallas_kernels.decode_attention import Attended
 
 
-def page_bounds(k: jax.Array, page: int) -> tuple[jax.Array, jax.Array]:
-    """Smallest and largest value of each channel of each page.
+def page_bounds(k: jax.Array, page: int) -> jax.Array:
+    """Smallest, then largest value of each channel of each page: ``[B,Hk,C/page,2·D]``, as ``k``.
 
-    ``k`` is ``[B,Hk,C,D]`` with C a multiple of ``page``; results ``[B,Hk,C/page,D]``, of its dtype.
-    Empty slots count: a page with some is bounded by what lies there too, which is never less.
+    ``k`` is ``[B,Hk,C,D]`` with C a multiple of ``page``. Empty slots count: a page with some is bounded
+    by what lies there too, which is never less.
     """
     pages = k.reshape(*k.shape[:2], -1, page, k.shape[3])
-    return pages.min(axis=3), pages.max(axis=3)
+    return jnp.concatenate([pages.min(axis=3), pages.max(axis=3)], axis=-1)
 
 
-def page_scores(q: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+def page_scores(q: jax.Array, bounds: jax.Array) -> jax.Array:
     """Upper bounds of the products with any key of a page: float32 ``[B,N,Hq,P]``.
 
     Args:
       q: rotated queries ``[B,N,Hq,D]``.
-      low: ``[B,Hk,P,D]`` from ``page_bounds`` of rotated keys, in the dtype of ``q``.
-      high: likewise.
+      bounds: ``[B,Hk,P,2·D]`` from ``page_bounds`` of rotated keys, in the dtype of ``q``.
     """
-    batch, n, heads, dim = q.shape
-    grouped = q.reshape(batch, n, low.shape[1], -1, dim)
-    product = "bnhgd,bhpd->bnhgp"
+    batch, n, heads, _ = q.shape
     zero = jnp.zeros((), q.dtype)
-    scores = jnp.einsum(
-        product, jnp.maximum(grouped, zero), high, preferred_element_type=jnp.float32
-    ) + jnp.einsum(product, jnp.minimum(grouped, zero), low, preferred_element_type=jnp.float32)
+    signs = jnp.concatenate([jnp.minimum(q, zero), jnp.maximum(q, zero)], axis=-1)
+    grouped = signs.reshape(batch, n, bounds.shape[1], -1, bounds.shape[3])
+    scores = jnp.einsum("bnhgd,bhpd->bnhgp", grouped, bounds, preferred_element_type=jnp.float32)
     return scores.reshape(batch, n, heads, -1)
 
 
@@ -63,7 +60,7 @@ def refresh(
     Pages that do not exist are left out.
     """
     assert layer.bounds is not None
-    heads, last = layer.bounds.shape[2:4]
+    heads, last = layer.bounds.shape[1:3]
     pages = first[:, None, None] + jnp.arange(count)[None, None, :]
     pages = jnp.where(pages < last, pages, EMPTY)
     pages = jnp.broadcast_to(pages, (len(rows), heads, count))
@@ -85,15 +82,15 @@ def choose_pages(
       scale: factor on the products in attention.
     """
     assert layer.bounds is not None
-    low, high = layer.bounds[:, 0].astype(q.dtype), layer.bounds[:, 1].astype(q.dtype)
-    batch, n = positions.shape
-    pages = jnp.arange(low.shape[2])[None, None, None, :]
+    bounds, (batch, n) = layer.bounds.astype(q.dtype), positions.shape
+    heads, count = bounds.shape[1:3]
+    pages = jnp.arange(count)[None, None, None, :]
     own = (positions // spec.page)[:, :, None, None]
     competes = (pages > 0) & (pages <= own - spec.pinned_pages)
-    scores = jnp.where(competes, page_scores(q, low, high) * scale, jnp.finfo(jnp.float32).min)
-    shares = jax.nn.softmax(scores, axis=-1).reshape(batch, n, low.shape[1], -1, low.shape[2])
+    scores = jnp.where(competes, page_scores(q, bounds) * scale, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).reshape(batch, n, heads, -1, count)
     ranked = jnp.where(competes, shares.mean(axis=3), jnp.where(pages <= own, jnp.inf, -jnp.inf))
-    value, index = jax.lax.top_k(ranked, min(spec.budget // spec.page, low.shape[2]))
+    value, index = jax.lax.top_k(ranked, min(spec.budget // spec.page, count))
     return jnp.where(value > -jnp.inf, index, EMPTY)
 
 
@@ -153,9 +150,8 @@ def _with_bounds(
 ) -> LayerCache:
     """With the bounds of ``pages [b,Hk,M]`` of ``rows [b]``, whose keys ``k [b,Hk,M·page,D]`` are."""
     assert layer.bounds is not None
-    low, high = page_bounds(load(k, None, layer.bounds.dtype), spec.page)
-    target = jnp.where(pages >= 0, pages, layer.bounds.shape[3])  # dropped
+    bounds = page_bounds(load(k, None, layer.bounds.dtype), spec.page)
+    target = jnp.where(pages >= 0, pages, layer.bounds.shape[2])  # dropped
     row, head = rows[:, None, None], jnp.arange(pages.shape[1])[None, :, None]
-    bounds = layer.bounds.at[row, 0, head, target].set(low, mode="drop")
-    bounds = bounds.at[row, 1, head, target].set(high, mode="drop")
-    return dataclasses.replace(layer, bounds=bounds)
+    after = layer.bounds.at[row, head, target].set(bounds, mode="drop")
+    return dataclasses.replace(layer, bounds=after)

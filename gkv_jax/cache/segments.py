@@ -57,7 +57,7 @@ class LayerCache:
         policy that needs it.
       observed: the last rotated queries, ``[B,observe,Hq,D]``, that of position T at ``T mod observe``,
         under a ``decode`` policy that needs them.
-      bounds: Quest's lower and upper bounds of each page, ``[B,2,Hk,C/page,D]``.
+      bounds: Quest's lower and upper bounds of each page, ``[B,Hk,C/page,2·D]``.
     """
 
     k: Stored
@@ -165,7 +165,7 @@ def _empty_layer(spec: CacheSpec, model: Decoder, batch: int, dtype: jnp.dtype) 
             else None
         ),
         bounds=(
-            jnp.zeros((batch, 2, heads, spec.capacity // spec.page, dim), dtype)
+            jnp.zeros((batch, heads, spec.capacity // spec.page, 2 * dim), dtype)
             if spec.policy == "quest"
             else None
         ),

@@ -200,12 +200,12 @@ def test_bounds_are_those_of_the_accepted_tokens(name: str, until: int) -> None:
 def bounds_of(cache: Cache, row: int, pages: int) -> np.ndarray:
     bounds = cache.layers[2].bounds
     assert bounds is not None
-    return np.asarray(bounds[row, :, :, :pages])
+    return np.asarray(bounds[row, :, :pages])
 
 
 def bounds_from_keys(cache: Cache, row: int, pages: int, spec: CacheSpec) -> np.ndarray:
     keys = load(cache.layers[2].k, None, jnp.float32)[row : row + 1, :, : pages * spec.page]
-    return np.concatenate(page_bounds(keys, spec.page))
+    return np.asarray(page_bounds(keys, spec.page)[0])
 
 
 @pytest.mark.parametrize("length", [16, 37])
@@ -228,7 +228,7 @@ def test_int8_pages() -> None:
 def layer_with(k: np.ndarray, page: int) -> LayerCache:
     """A layer that holds ``k [B,Hk,C,D]``; only its bounds matter."""
     empty = init_cache(SPEC, MODEL, 1, jnp.float32).layers[2]
-    return dataclasses.replace(empty, bounds=jnp.stack(page_bounds(jnp.asarray(k), page), axis=1))
+    return dataclasses.replace(empty, bounds=page_bounds(jnp.asarray(k), page))
 
 
 def chosen(k: np.ndarray, q: np.ndarray, position: int) -> list[set[int]]:
@@ -272,7 +272,7 @@ def test_scores_are_the_least_upper_bounds_of_a_page(groups: int) -> None:
     batch, n, kv_heads, pages, page, dim = 2, 3, 2, 5, 16, 8
     q = rng.normal(size=(batch, n, kv_heads * groups, dim)).astype(np.float32)
     k = rng.normal(size=(batch, kv_heads, pages * page, dim)).astype(np.float32)
-    scores = np.asarray(jax.jit(lambda q, k: page_scores(q, *page_bounds(k, page)))(q, k))
+    scores = np.asarray(jax.jit(lambda q, k: page_scores(q, page_bounds(k, page)))(q, k))
     assert scores.shape == (batch, n, kv_heads * groups, pages)
     for b, t, h in np.ndindex(batch, n, kv_heads * groups):
         keys = k[b, h // groups].astype(np.float64).reshape(pages, page, dim)
@@ -284,4 +284,4 @@ def test_scores_are_the_least_upper_bounds_of_a_page(groups: int) -> None:
 def test_a_page_of_equal_keys_scores_their_product() -> None:
     q = jnp.asarray([[[[1.0, -2.0]]]])
     k = jnp.broadcast_to(jnp.asarray([3.0, 4.0]), (1, 1, 16, 2))
-    assert page_scores(q, *page_bounds(k, 16)).tolist() == [[[[-5.0]]]]
+    assert page_scores(q, page_bounds(k, 16)).tolist() == [[[[-5.0]]]]
