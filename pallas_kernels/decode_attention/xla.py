@@ -128,9 +128,15 @@ def scores(
     # Both rotations meet all keys in one product (K is read once), then each slot picks its own:
     # slicing K into segments would copy it.
     stacked = jnp.concatenate([q.reshape(batch, n, kv_heads, -1, dim) for q in queries], axis=3)
-    logits = jnp.einsum(
-        "bnhgd,bhcd->bhngc", stacked, k.astype(stacked.dtype), preferred_element_type=jnp.float32
-    )
+    k = k.astype(stacked.dtype)
+    if n * stacked.shape[3] < dim:
+        # XLA:CPU transposes a right-hand side that is contracted over its last dimension. So the keys
+        # stand on the left, and the scores are transposed, where these are the smaller of the two.
+        logits = jnp.einsum(
+            "bhcd,bnhgd->bhcng", k, stacked, preferred_element_type=jnp.float32
+        ).transpose(0, 1, 3, 4, 2)
+    else:
+        logits = jnp.einsum("bnhgd,bhcd->bhngc", stacked, k, preferred_element_type=jnp.float32)
     if len(queries) == 2:
         groups = stacked.shape[3] // 2
         at_text, at_rank = logits[..., :groups, :], logits[..., groups:, :]

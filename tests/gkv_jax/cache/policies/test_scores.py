@@ -22,8 +22,8 @@ from tests.gkv_jax.cache.policies import oracle
 from tests.gkv_jax.cache.policies.oracle import EMPTY, Sample
 
 ROPE = Rope(RopeConfig(theta=10_000.0), head_dim=8)
-SPEC = CacheSpec(sinks=2, window=3, pool=3)
-MEAN = CacheSpec(sinks=2, window=3, pool=5, pooling="mean")
+SPEC = CacheSpec(policy="snapkv", kept=1, sinks=2, window=3, pool=3)
+MEAN = CacheSpec(policy="snapkv", kept=1, sinks=2, window=3, pool=5, pooling="mean")
 CASES = [
     pytest.param(policy, spec, id=f"{policy.name}-{spec.pooling}")
     for policy, spec in [
