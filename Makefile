@@ -67,7 +67,6 @@ bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.head
 	$(BIN)/python -m benchmarks.sampling
 	$(BIN)/python -m benchmarks.overlap
-	$(BIN)/python -m benchmarks.perplexity
 	$(BIN)/python -m benchmarks.fill
 	$(BIN)/python -m benchmarks.long_context
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
+from gkv_jax.evaluate.report import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -71,13 +70,7 @@ def warn_if_busy() -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table on standard output; all columns but the first are right-aligned."""
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    # Not the terminal's width: a piped table must not be cut at 80 columns.
-    Console(width=110).print(table)
+    Table(title, columns, list(rows)).print()
 
 
 def print_verdict(

@@ -54,7 +54,7 @@ def reading(
         yield prefill_whole(
             params,
             cache,
-            _pad(tokens, bucket(len(tokens))),
+            pad(tokens, bucket(len(tokens))),
             np.int32(row),
             np.int32(len(tokens)),
             model=model,
@@ -66,7 +66,7 @@ def reading(
         _, cache = prefill_chunk(
             params,
             cache,
-            _pad(chunk, min(bucket(len(chunk)), spec.longest_chunk)),
+            pad(chunk, min(bucket(len(chunk)), spec.longest_chunk)),
             np.int32(row),
             np.int32(start),
             np.int32(len(chunk)),
@@ -82,7 +82,8 @@ def bucket(length: int) -> int:
     return max(SHORTEST, 1 << math.ceil(math.log2(length)))
 
 
-def _pad(tokens: Sequence[int], size: int) -> np.ndarray:
+def pad(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+    """Tokens, then zeros up to ``size``: int32."""
     padded = np.zeros(size, np.int32)
     padded[: len(tokens)] = tokens
     return padded

@@ -75,9 +75,8 @@ class ChunkAttend:
         before = self._cache.layers[layer]
         rotation = self._rotations.of(group, self._model.layers[layer].rope)
         k = rotation.keys(k)
-        if (
-            before.channel is not None
-        ):  # what the channels are measured in, the text's first chunk says
+        if before.channel is not None:
+            # What the channels are measured in, the text's first chunk says.
             rotary_dim = self._model.layers[layer].rope.config.rotary_dim(k.shape[3])
             own = channel_scale(k[0], view.real, rotary_dim)
             own = jnp.where(self._start == 0, own, before.channel[self._row])
@@ -98,15 +97,16 @@ class ChunkAttend:
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             soft_cap=soft_cap,
             sinks=sinks,
-            return_slot_sums=spec.evictor is not None,
+            return_slot_sums=before.mass is not None,
         )
         if spec.policy == "quest":
             # Those that the chunk may complete. Whoever completes its last page refreshes that.
             first = self._start[None] // spec.page
             after = quest.refresh(spec, after, row, first, -(-q.shape[1] // spec.page))
         if spec.evictor is not None:
-            assert attended.slot_sums is not None
-            seen = Seen(queries[0], view.by_slot(attended.slot_sums), sinks, scale, soft_cap)
+            sums = attended.slot_sums
+            sums = None if sums is None else view.by_slot(sums)
+            seen = Seen(queries[0], sums, sinks, scale, soft_cap)
             bounds = self._start[None], (self._start + self._length)[None]
             after = absorb(after, seen, *bounds, view.after, row)
             rope = self._model.layers[layer].rope

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from gkv_jax.cache.layout import Layout
 from gkv_jax.cache.policies.base import Evidence, Policy
 from gkv_jax.cache.prompt import finite
-from gkv_jax.cache.segments import EMPTY, Cache, LayerCache, Slots, slots_of
+from gkv_jax.cache.segments import EMPTY, Cache, LayerCache, Slots, rows_of, slots_of
 from gkv_jax.cache.spec import CacheSpec
 from gkv_jax.cache.storage import load, move
 from gkv_jax.models.protocol import Decoder
@@ -126,8 +126,7 @@ def absorb(
         groups = seen.queries.shape[2] // layer.mass.shape[1]
         given = jnp.where(counts[:, :, None, None], seen.slot_sums, 0.0).sum(axis=1) / groups
         is_new = (slots.slot_pos >= first_pos[:, None]) & (next_pos > first_pos)[:, None]
-        before = layer.mass if rows is None else layer.mass[rows]
-        mass = jnp.where(is_new[:, None, :], 0.0, before) + given
+        mass = jnp.where(is_new[:, None, :], 0.0, rows_of(layer.mass, rows)) + given
         layer = dataclasses.replace(
             layer, mass=mass if rows is None else layer.mass.at[rows].set(mass)
         )
@@ -226,7 +225,7 @@ def _evidence(
 ) -> Evidence:
     """What the rows show to ``policy``."""
     assert layer.kept_pos is not None
-    kept_pos = layer.kept_pos if rows is None else layer.kept_pos[rows]
+    kept_pos = rows_of(layer.kept_pos, rows)
     batch, heads = kept_pos.shape[:2]
     held = jnp.broadcast_to(slots.slot_pos[:, None], (batch, heads, spec.capacity))
     is_live = (held >= 0) & (held < next_pos[:, None, None])  # rejected drafts lie beyond
@@ -239,10 +238,10 @@ def _evidence(
     attention = None
     if policy.needs == "attention_mass":
         assert layer.mass is not None
-        attention = layer.mass if rows is None else layer.mass[rows]
+        attention = rows_of(layer.mass, rows)
     if policy.needs == "window_attention":
         assert layer.observed is not None
-        observed = layer.observed if rows is None else layer.observed[rows]
+        observed = rows_of(layer.observed, rows)
         observe = observed.shape[1]
         last = next_pos[:, None] - 1
         at = last - jnp.mod(last - jnp.arange(observe)[None, :], observe)
@@ -262,8 +261,7 @@ def _evidence(
         count = jnp.clip(next_pos, 1, observe).astype(jnp.float32)[:, None, None]
         attention = sums.sum(axis=1) / (count * (observed.shape[2] // heads))
     if layer.channel is not None:
-        channel = layer.channel if rows is None else layer.channel[rows]
-        k = (k.astype(jnp.float32) * channel[:, :, None]).astype(dtype)
+        k = (k.astype(jnp.float32) * rows_of(layer.channel, rows)[:, :, None]).astype(dtype)
     return Evidence(
         k=k,
         v=v,

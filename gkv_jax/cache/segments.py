@@ -221,17 +221,18 @@ def to_channels(layer: LayerCache, k: jax.Array, rows: jax.Array | None = None) 
     """Rotated keys ``[b,N,Hk,D]`` of ``rows`` (all if None), measured in the layer's channels."""
     if layer.channel is None:
         return k
-    return k.astype(jnp.float32) / _of(layer.channel, rows)[:, None]
+    return k.astype(jnp.float32) / rows_of(layer.channel, rows)[:, None]
 
 
 def in_channels(layer: LayerCache, q: jax.Array, rows: jax.Array | None = None) -> jax.Array:
     """Rotated queries ``[b,N,Hq,D]`` as they must be to meet the keys of ``to_channels``."""
     if layer.channel is None:
         return q
-    return scale_queries(q, _of(layer.channel, rows)).astype(q.dtype)
+    return scale_queries(q, rows_of(layer.channel, rows)).astype(q.dtype)
 
 
-def _of(array: jax.Array, rows: jax.Array | None) -> jax.Array:
+def rows_of(array: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """``array[rows]``, or without a gather all of it, if ``rows`` is None."""
     return array if rows is None else array[rows]
 
 

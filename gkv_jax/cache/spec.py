@@ -1,6 +1,7 @@
 """What a user says about the cache: how many tokens it holds, and which ones."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -192,12 +193,12 @@ class CacheSpec:
         """Name of the policy."""
         return self.policy if isinstance(self.policy, str) else self.policy.name
 
-    @property
+    @functools.cached_property  # asked for in every step, by the host
     def selector(self) -> "Policy | None":
         """The score policy that chooses among the tokens of a prompt."""
         return _policy("policy", self.policy, _WITHOUT_SCORES)
 
-    @property
+    @functools.cached_property
     def evictor(self) -> "Policy | None":
         """The score policy that chooses among the tokens that leave the window in decoding."""
         if self.decode is not None:

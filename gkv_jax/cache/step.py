@@ -93,7 +93,6 @@ class StepAttend:
                 spec, after, queries[0], self._positions, scale=factor, kernel=kernel
             )
         else:
-            needs = spec.evictor.needs if spec.evictor else None
             attended = kernel(
                 queries,
                 after.k.data,
@@ -104,7 +103,7 @@ class StepAttend:
                 window=spec.reach,
                 k_scale=after.k.scale,
                 v_scale=after.v.scale,
-                return_slot_sums=needs == "attention_mass",
+                return_slot_sums=after.mass is not None,
             )
         self._layers.append(after)
         self._pending.append(

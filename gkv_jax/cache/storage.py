@@ -21,15 +21,13 @@ does so with float8 and int8 unless D = 128, or D = 64 and the buffer has less t
 
 import dataclasses
 import functools
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gkv_jax.cache.spec import Storage
 from gkv_jax.errors import UserError
-
-StorageDtype = Literal["bfloat16", "float8_e4m3fn", "int8"]
 
 _LEVELS = 127  # int8 is used symmetrically: -128 is not
 _TINY = 1e-30  # stands for a largest element of 0; divided by 127, it is still a normal float32
@@ -56,22 +54,17 @@ class Stored:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
-def storage_dtype(name: StorageDtype | None, weights: DTypeLike) -> jnp.dtype:
+def storage_dtype(name: Storage | None, weights: DTypeLike) -> jnp.dtype:
     """The dtype of the buffers for ``CacheSpec.dtype``: None stands for that of the weights."""
     return jnp.dtype(weights if name is None else name)
 
 
-def check_dtype(name: str | None, platform: str) -> None:
-    """Refuse a ``CacheSpec.dtype`` that is unknown, or not served on ``jax.Device.platform``.
+def check_dtype(name: Storage | None, platform: str) -> None:
+    """Refuse a ``CacheSpec.dtype`` that is not served on ``jax.Device.platform``.
 
     Raises:
       UserError: naming the field and a dtype that works.
     """
-    if name is not None and name not in get_args(StorageDtype):
-        raise UserError(
-            f"cache.dtype is {name!r}; choose from {get_args(StorageDtype)}, "
-            "or None for that of the weights"
-        )
     if name == "float8_e4m3fn" and platform not in _FLOAT8_PLATFORMS:
         raise UserError(
             f"cache.dtype is {name!r}, which is served on {', '.join(_FLOAT8_PLATFORMS)} and not on "
@@ -81,11 +74,6 @@ def check_dtype(name: str | None, platform: str) -> None:
 
 def _has_scale(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == jnp.int8
-
-
-def token_bytes(dtype: DTypeLike, head_dim: int) -> int:
-    """Bytes that one token takes in one KV head of one layer, key and value together."""
-    return 2 * (head_dim * jnp.dtype(dtype).itemsize + (4 if _has_scale(dtype) else 0))
 
 
 def empty(shape: tuple[int, int, int, int], dtype: DTypeLike) -> Stored:

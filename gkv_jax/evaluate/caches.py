@@ -68,7 +68,9 @@ def _streaming(sinks: int) -> Callable[[int, int], CacheSpec]:
     return spec
 
 
-def _selecting(policy: str, decode: str | None = None) -> Callable[[int, int], CacheSpec]:
+def _selecting(
+    policy: str, decode: str | None = None, pool: int = CacheSpec.pool
+) -> Callable[[int, int], CacheSpec]:
     """Sinks, an eighth of the budget for the window, the rest for what the policy chooses."""
 
     def spec(budget: int, length: int) -> CacheSpec:
@@ -83,6 +85,7 @@ def _selecting(policy: str, decode: str | None = None) -> Callable[[int, int], C
             sinks=SINKS,
             kept=kept,
             window=window,
+            pool=pool,
             positions="text",
             prefill_chunk=_CHUNK,
         )
@@ -124,6 +127,7 @@ _BOUNDED: dict[str, Callable[[int, int], CacheSpec]] = {
     "window": _streaming(SINKS),
     "sliding": _streaming(0),
     "snapkv": _selecting("snapkv"),
+    "snapkv-7": _selecting("snapkv", pool=7),  # the paper's
     "keydiff": _selecting("keydiff"),
     "expected_attention": _selecting("expected_attention"),
     "h2o": _selecting("h2o", "h2o"),

@@ -1,6 +1,6 @@
 """Attention over a whole text at once, with nothing cached: what caches are compared with.
 
-Independent of ``gkv_jax.cache`` and of the kernels, and slow: every score of every layer exists.
+The reference of streaming is independent of the cache's attention, and slow: every score exists.
 """
 
 import functools
@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkv_jax.cache import CacheSpec
+from gkv_jax.cache.prompt import PromptLayer
 from gkv_jax.errors import UserError
+from gkv_jax.evaluate.perplexity import target_nll
 from gkv_jax.models.protocol import AttentionLayer, Decoder, Params
 from gkv_jax.rope import inverse_frequencies, rotate
 
@@ -52,9 +54,7 @@ def reference_nll(
 def _ranked_nll(params: Params, text: jax.Array, *, model: Decoder, spec: CacheSpec) -> jax.Array:
     """float32 ``[T-1]`` of a text ``[T]``."""
     hidden = model.hidden(params, text[None, :-1], _RankedAttend(model, len(text) - 1, spec))
-    logits = model.logits(params, hidden[0])
-    chosen = jnp.take_along_axis(logits, text[1:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    return target_nll(params, hidden[0], text[1:], model=model)
 
 
 class _RankedAttend:
@@ -86,7 +86,7 @@ class _RankedAttend:
             if not spec.by_rank:
                 ranks = keys
             own = ranks[at]
-            out, _ = attention(
+            out = attention(
                 rotate(q[0, at], kind.rope.for_queries((cos[own][None], sin[own][None])))[None],
                 rotate(k[0], (cos[ranks][:, None], sin[ranks][:, None])),
                 v[0],
@@ -147,24 +147,25 @@ class _RecordingAttend:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        kind, positions = self._model.layers[layer], self._positions
-        cos, sin = kind.rope.angles(positions)
-        angles = (cos[:, None], sin[:, None])
-        rotated_q = rotate(q[0], kind.rope.for_queries(angles))
-        rotated_k = rotate(k[0], angles)
-
-        def rows(at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            seen = positions[None, :] <= at[:, None]
-            if kind.window is not None:
-                seen &= positions[None, :] > at[:, None] - kind.window
-            return attention(
-                rotated_q[at], rotated_k, v[0], seen, scale=scale, soft_cap=soft_cap, sinks=sinks
-            )
-
-        self.rows.append(rows(self._wanted)[1].swapaxes(0, 1))
-        block = min(len(positions), 256)
-        out = jax.lax.map(lambda at: rows(at)[0], positions.reshape(-1, block))
-        return out.reshape(q.shape)
+        kind, length = self._model.layers[layer], self._positions.shape[0]
+        cos, sin = kind.rope.angles(self._positions)
+        angles = cos[None, :, None], sin[None, :, None]
+        text = PromptLayer(
+            kind=kind,
+            length=jnp.int32(length),
+            q=q,
+            rotated_q=rotate(q, kind.rope.for_queries(angles)),
+            k=k,
+            rotated_k=rotate(k, angles),
+            v=v,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+        _, rows = text.rows(self._wanted)
+        self.rows.append(rows[0].swapaxes(0, 1))
+        out, _ = text.attention(with_mass=False)
+        return out
 
 
 def attention(
@@ -176,8 +177,8 @@ def attention(
     scale: float | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention, written out.
+) -> jax.Array:
+    """Softmax attention, written out: ``[n,Hq,D]`` in the dtype of ``q``.
 
     Args:
       q: rotated queries ``[n,Hq,D]``.
@@ -185,10 +186,6 @@ def attention(
       v: values ``[L,Hk,D]``.
       seen: bool ``[n,L]``, some key for each query.
       scale, soft_cap, sinks: see ``Attend``.
-
-    Returns:
-      ``[n,Hq,D]`` in the dtype of ``q``, and float32 probabilities ``[n,Hk,L]``, the mean over the query
-      heads of each KV head. With learned sinks they sum to less than one.
     """
     n, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -203,4 +200,4 @@ def attention(
         scores = jnp.concatenate([scores, extra], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[0]]
     out = jnp.einsum("nhgl,lhd->nhgd", weights, v.astype(jnp.float32))
-    return out.reshape(n, heads, dim).astype(q.dtype), weights.mean(axis=2)
+    return out.reshape(n, heads, dim).astype(q.dtype)

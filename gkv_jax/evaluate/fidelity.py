@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gkv_jax.evaluate.dense import attention_rows
 from gkv_jax.evaluate.runner import Runner
+from gkv_jax.prefill import bucket, pad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +61,9 @@ def continuation(full: Runner, prompt: Sequence[int], new_tokens: int) -> Contin
         logits.append(row)
         tokens.append(token)
     text = [*prompt, *tokens[:-1]]
-    padded = np.zeros(1 << (len(text) - 1).bit_length(), np.int32)
-    padded[: len(text)] = text
     rows = attention_rows(
         full.params,
-        jnp.asarray(padded),
+        jnp.asarray(pad(text, bucket(len(text)))),
         np.int32(len(prompt) - 1),
         model=full.model,
         count=new_tokens,

@@ -17,6 +17,7 @@ from gkv_jax.cache import CacheSpec, cache_dtype, init_cache
 from gkv_jax.decode import prefill_chunk
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.prefill import pad
 
 
 def streaming_nll(
@@ -63,15 +64,15 @@ def streaming_nll(
         hidden, cache = prefill_chunk(
             params,
             cache,
-            _padded(inputs[start : start + length], chunk),
+            pad(inputs[start : start + length], chunk),
             row,
             np.int32(start),
             np.int32(length),
             model=model,
             spec=spec,
         )
-        scores = _target_nll(
-            params, hidden, _padded(targets[start : start + length], chunk), model=model
+        scores = target_nll(
+            params, hidden, pad(targets[start : start + length], chunk), model=model
         )
         parts.append(np.asarray(scores, np.float64)[:length])
         start += length
@@ -90,7 +91,7 @@ def perplexity(nll: NDArray[np.floating]) -> float:
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def _target_nll(
+def target_nll(
     params: Params, hidden: jax.Array, targets: jax.Array, *, model: Decoder
 ) -> jax.Array:
     """float32 ``[L]``, all that leaves the device, of hidden ``[L,Dm]`` and targets ``[L]``."""
@@ -116,7 +117,3 @@ def _check(text: NDArray[np.int32], vocab_size: int, spec: CacheSpec, chunk: int
             f"tokens has {text.size} entries, the cache holds {spec.max_tokens} under policy "
             f"{spec.policy_name!r}; use CacheSpec.full with as many"
         )
-
-
-def _padded(part: NDArray[np.int32], size: int) -> NDArray[np.int32]:
-    return np.pad(part, (0, size - len(part)))

@@ -37,8 +37,9 @@ class CacheQuality:
 
         - retrieval: ``score`` (mean share of right answers) and ``answers`` (the texts);
         - fidelity: the fields of ``Fidelity``, each a mean over the prompts;
-        - perplexity: ``all``, ``first`` and ``last`` (parts of ``part`` tokens beyond the budget), and
-          ``curve``, the mean nats of every ``BIN`` tokens;
+        - perplexity: ``all``, ``first`` and ``last`` (parts of ``part`` tokens beyond the budget),
+          ``afresh`` (the last part again, in a text that begins two budgets before it; None for what
+          evicts nothing), and ``curve``, the mean nats of every ``BIN`` tokens;
         - reference: ``streamed`` and ``dense``, the perplexity of one text through the cache and by
           the definition, and ``most``, the largest difference of one token, in nats.
       unsolved: (task, length) that the full cache solves too rarely, with its score.
@@ -252,12 +253,19 @@ class _Bench:
         nll = streaming_nll(self.model, self.params, text, spec, chunk=spec.prefill_chunk)
         beyond = nll[cell.budget or 0 :]
         part = min(_LONGEST_PART, len(beyond) // 2)
+        afresh = None
+        if bounded and cell.budget is not None:
+            # Without all that came before: whether the cache has suffered, or the text is hard.
+            end = text[-(part + 2 * cell.budget) :]
+            again = streaming_nll(self.model, self.params, end, spec, chunk=spec.prefill_chunk)
+            afresh = perplexity(again[-part:])
         return {
             "tokens": limit,
             "all": perplexity(nll),
             "part": part,
             "first": perplexity(beyond[:part]),
             "last": perplexity(beyond[-part:]),
+            "afresh": afresh,
             "curve": [float(nll[i : i + BIN].mean()) for i in range(0, len(nll), BIN)],
         }
 

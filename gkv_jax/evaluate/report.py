@@ -106,8 +106,10 @@ def plot_perplexity(quality: CacheQuality, folder: Path) -> list[Path]:
     found = quality.find("perplexity")
     if not found:
         return []
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
     for cell, values in found.items():
         curve = np.exp(values["curve"])
         label = _label(cell.policy, cell.budget)
@@ -123,7 +125,6 @@ def plot_perplexity(quality: CacheQuality, folder: Path) -> list[Path]:
         formatter("{x:g}")
     path = folder / "perplexity.png"
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
     return [path]
 
 
@@ -135,16 +136,12 @@ def _draw_grids(
     path: Path,
 ) -> None:
     """One heat map ``[depths, lengths]`` for each cache."""
-    pyplot = _pyplot()
+    from matplotlib.figure import Figure
+
     columns = min(4, len(grids))
     rows = -(-len(grids) // columns)
-    figure, axes = pyplot.subplots(
-        rows,
-        columns,
-        figsize=(2.6 * columns, 2.2 * rows + 0.6),
-        layout="constrained",
-        squeeze=False,
-    )
+    figure = Figure(figsize=(2.6 * columns, 2.2 * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat[len(grids) :]:
         panel.axis("off")
     for panel, (name, grid) in zip(axes.flat, grids.items(), strict=False):
@@ -161,7 +158,6 @@ def _draw_grids(
     figure.supylabel("depth of the answer", fontsize=9)
     figure.suptitle(f"{title}, %", fontsize=10)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _retrieval(quality: CacheQuality) -> Table:
@@ -205,12 +201,12 @@ def _perplexity(quality: CacheQuality) -> Table:
             _label(cell.policy, cell.budget), str(values["tokens"]), f"{values['all']:.2f}",
             "-" if full is None else f"{_to_full(values, full):.3f}",
             str(values["part"]), f"{values['first']:.2f}", f"{values['last']:.2f}",
-            f"{values['last'] / values['first']:.2f}",
+            "-" if values["afresh"] is None else f"{values['afresh']:.2f}",
         ]
         for cell, values in found.items()
     ]  # fmt: skip
     columns = [
-        "cache", "tokens", "all", "to full", "a part", "first part", "last part", "last / first",
+        "cache", "tokens", "all", "to full", "a part", "first part", "last part", "afresh",
     ]  # fmt: skip
     title = "perplexity of a text that streams; parts lie beyond the budget"
     return Table(f"{title}; ratios to full over the tokens of both", columns, rows)
@@ -237,15 +233,6 @@ def _reference(quality: CacheQuality) -> Table:
 
 def _label(policy: str, budget: int | None) -> str:
     return policy if budget is None else f"{policy} {budget}"
-
-
-def _pyplot():  # type: ignore[no-untyped-def]
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _environment() -> dict[str, object]:

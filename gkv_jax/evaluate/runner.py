@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from gkv_jax.cache import Cache, CacheSpec, Layout, cache_dtype, commit, init_cache
+from gkv_jax.cache import Cache, CacheSpec, cache_dtype, commit, init_cache
+from gkv_jax.cache.report import report
 from gkv_jax.decode import StepInputs, forward
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.prefill import read_prompt
@@ -66,19 +67,12 @@ class Runner:
         ``cache`` is that before the query's own token is written. Under ``quest``, which reads a part
         of what it holds, all of them.
         """
-        layout = Layout.of(self.spec, self.model)
-        slot_pos = [np.asarray(slots.slot_pos[0]) for slots in cache.slots]
-        held = np.zeros((self.model.num_layers, self.model.num_kv_heads, position + 1), bool)
+        found = report(cache, 0, position, spec=self.spec, model=self.model)
+        held = np.zeros((len(found.layers), len(found.layers[0].heads), position + 1), bool)
         held[:, :, position] = True
-        for index, layer in enumerate(cache.layers):
-            spec, at = layout.spec(index), slot_pos[layout.group[index]]
-            sinks, ring = at[: spec.sinks], at[spec.prefix :]
-            ring = ring[ring > position - spec.reach]
-            for segment in (sinks, ring):
-                held[index][:, segment[segment >= 0]] = True
-            if layer.kept_pos is not None:
-                for head, kept in enumerate(np.asarray(layer.kept_pos[0])):
-                    held[index, head, kept[kept >= 0]] = True
+        for index, layer in enumerate(found.layers):
+            for head, tokens in enumerate(layer.heads):
+                held[index, head, tokens.held] = True
         return held
 
 

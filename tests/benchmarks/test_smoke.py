@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, fill, head, overlap, perplexity, sampling
+from benchmarks import decode, fill, head, overlap, sampling
 from benchmarks.common import interleaved, medians
 from benchmarks.vocabularies import grown_tokenizer
 from gkv_jax import CacheSpec
@@ -114,15 +114,3 @@ def test_fill(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for engines in tasks.values():
         for by_threads in engines.values():
             assert all(figure > 0 for each in by_threads.values() for figure in each.values())
-
-
-def test_perplexity(tiny: LoadedModel, tmp_path: Path) -> None:
-    decoder = perplexity.Llama(tiny.config)
-    tokens = np.random.default_rng(0).integers(0, 256, 80).tolist()
-    params = decoder.from_checkpoint(tiny.params)
-    scores = perplexity.measure(decoder, params, tokens, size=16, last=32)
-    perplexity.report(scores, "noise", 32, tmp_path)
-    assert [score.cache for score in scores] == ["full", "4+12", "0+16"]
-    results = json.loads((tmp_path / "perplexity.json").read_text())
-    assert results["ratio_to_full"]["full"] == 1.0
-    assert (tmp_path / "perplexity.png").stat().st_size > 0

@@ -341,6 +341,8 @@ def test_a_policy_that_says_what_cannot_be_is_refused(needs: Any, observe: int |
         ({"policy": ["snapkv"]}, "cache.policy is"),
         ({"memory": "host"}, "cache.memory is 'host' under policy 'window'"),
         ({"dtype": "int4"}, "cache.dtype is 'int4'; choose from"),
+        ({"dtype": "float8"}, "cache.dtype is 'float8'; choose from"),
+        ({"dtype": ""}, "cache.dtype is ''; choose from"),
         ({"pool": 4}, "it must be odd"),
         ({"pooling": "sum"}, "cache.pooling is 'sum'"),
         ({"prefill": "all"}, "cache.prefill is 'all'"),

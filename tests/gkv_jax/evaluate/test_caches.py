@@ -45,6 +45,7 @@ def test_names_mean_what_they_say() -> None:
         "window": ("window", None),
         "sliding": ("window", None),
         "snapkv": ("snapkv", None),
+        "snapkv-7": ("snapkv", None),
         "keydiff": ("keydiff", None),
         "expected_attention": ("expected_attention", None),
         "h2o": ("h2o", "h2o"),

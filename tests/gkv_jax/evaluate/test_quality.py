@@ -53,6 +53,11 @@ def test_every_cell_is_measured(everything: tuple[CacheQuality, Path]) -> None:
             assert result.score(policy, budget, task, 480) == 0.0
     assert [c.policy for c in result.find("fidelity", length=470)] == ["window", "snapkv", "int8"]
     assert [c.policy for c in result.find("perplexity")] == ["full", "window", "int8"]
+    full, window, int8 = result.find("perplexity").values()
+    assert full["afresh"] is int8["afresh"] is None
+    # Of random weights, no part of a text is harder; and what came long before has left no trace.
+    assert window["afresh"] == pytest.approx(window["last"], rel=0.01)
+    assert window["afresh"] != window["last"]
     (reference,) = result.find("reference").values()
     assert reference["streamed"] == pytest.approx(reference["dense"], rel=1e-4)
     assert reference["most"] < 1e-3
