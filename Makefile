@@ -77,8 +77,19 @@ $(VENV)/kvpress/installed: | $(VENV)/installed
 	$(@D)/bin/python -m pip install --quiet 'kvpress==0.5.5' 'torch==2.13.0'
 	@touch $@
 
-bench-peers: model $(VENV)/kvpress/installed  ## do we keep the tokens that kvpress keeps? (fetches torch)
+# llama.cpp is compiled for this very machine. Of the 64 bytes that ldtilecfg reads, GCC 12 is told of 8, and
+# removes the stores of the others as dead: AMX would crash.
+$(VENV)/llama_cpp/installed: | $(VENV)/installed
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	CMAKE_ARGS='-DGGML_NATIVE=ON' CXXFLAGS='-fno-tree-dse -fno-dse' \
+	  $(@D)/bin/python -m pip install --quiet 'llama-cpp-python==0.3.36'
+	@touch $@
+
+# Documents need MaskBench: GKV_MASKBENCH names it.
+bench-peers: model $(VENV)/kvpress/installed $(VENV)/llama_cpp/installed  ## beside kvpress and llama.cpp (fetches torch, compiles)
 	$(BIN)/python -m benchmarks.kvpress --python $(VENV)/kvpress/bin/python
+	$(BIN)/python -m benchmarks.drafts --llama-python $(VENV)/llama_cpp/bin/python
 
 eval-cache: model  ## how well bounded caches answer, as tables and plots in cache-quality/
 	$(BIN)/python -m gkv_jax.evaluate.cache

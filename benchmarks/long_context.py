@@ -34,10 +34,10 @@ from gkv_jax.cache import Cache, LayerCache, Layout, commit, init_cache
 from gkv_jax.cache.quest import page_bounds
 from gkv_jax.cache.segments import EMPTY, Slots, slots_of
 from gkv_jax.cache.storage import encode, load
-from gkv_jax.decode import StepInputs, choose, forward
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import greedy_rows
+from gkv_jax.step import StepInputs, choose, forward
 from gkv_jax.weights import LoadedModel, load_model
 
 SINKS = 4

@@ -8,9 +8,10 @@ import numpy as np
 
 from gkv_jax import CacheSpec
 from gkv_jax.cache import init_cache
-from gkv_jax.decode import StepInputs, device_loop, forward
+from gkv_jax.decode import device_loop
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import greedy_rows
+from gkv_jax.step import StepInputs, forward
 
 
 def cache_bytes_at(

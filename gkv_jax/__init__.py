@@ -9,6 +9,7 @@ Importing this package imports jax and numpy; everything heavier waits until it 
 """
 
 from gkv_jax.cache import CacheSpec
+from gkv_jax.draft_model import DraftModel
 from gkv_jax.drafts import DraftSource, ScriptedDrafts
 from gkv_jax.engine import Engine
 from gkv_jax.errors import UserError
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheSpec",
     "DeadEndError",
+    "DraftModel",
     "DraftSource",
     "Engine",
     "GrammarError",

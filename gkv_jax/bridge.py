@@ -25,12 +25,17 @@ import numpy as np
 from jax.experimental import io_callback
 
 from gkv_jax.cache import CacheSpec
+from gkv_jax.drafts.widths import Program, Verify, Widths
 from gkv_jax.request import FinishReason, Request, RequestCancelled
 from grammar_host import GuidedBatch
 
 # The one piece of global state: a compiled loop outlives sessions, so it names them by number.
 _sessions: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
+
+STOP, VERIFY, READ_ONE, READ_MANY = range(4)
+"""What an answer says is next: leave the loop, a step, or a pass of the draft model in which each row
+reads at most one token, or as many as a step has."""
 
 
 class GrammarTimeout(RuntimeError):
@@ -43,8 +48,25 @@ class _Row:
 
     request: Request
     position: int
-    tokens: list[int]
-    """The last accepted token, then the drafts."""
+    last: int
+    """The last accepted token; it is the step's input at ``position``."""
+    room: int = 0
+    """Drafts that the next step has room for."""
+    read: int = 0
+    """Tokens of the text, drafts included, that the draft model's cache holds."""
+    is_drafting: bool = False
+    """Whether the draft model is at work for the next step."""
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.request.drafter.drafts
+
+    def unread(self) -> list[int]:
+        """What the draft model has not read yet; never empty."""
+        return [
+            *self.request.text_from(self.read),
+            *self.drafts[max(0, self.read - self.position - 1) :],
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +135,8 @@ class Session:
         max_tokens: int | None = None,
         watchdog_s: float = 60.0,
         wants_pause: Callable[[], bool] = lambda: False,
+        verify: Verify = "faster",
+        draft_limit: float = 0,
     ) -> None:
         """A session without requests.
 
@@ -121,19 +145,31 @@ class Session:
           max_tokens: text length at which a request ends with ``length``; None if there is none.
           watchdog_s: longest wait for a step's masks.
           wants_pause: asked after each step whether the engine has something to do.
+          verify: when drafts are verified.
+          draft_limit: text length up to which a draft model drafts; 0 if there is none.
         """
         self.handle = next(_handles)
         self.broken = False
         """A fill did not come back: the session must be replaced, its thread still holds matchers."""
+        self.program: Program = "narrow"
+        """The loop that the last ``inputs`` are for."""
         self._spec, self._max_tokens = spec, max_tokens
         self._vocab_size = vocab_size
         self._watchdog_s, self._wants_pause = watchdog_s, wants_pause
         self._rows: list[_Row | None] = [None] * slots
         self._ended: list[Ended] = []
         self._batch = batch = GuidedBatch(slots, spec.max_drafts, vocab_size)
-        self._masks = masks = np.full(batch.mask_shape, -1, np.int32)
-        self._enabled = enabled = np.zeros(batch.mask_shape[:2], np.int32)
-        self._worker = _FillWorker(lambda: batch.fill(masks, enabled))
+        self._widths = Widths(verify)
+        self._draft_limit = draft_limit
+        # One token wide, and N; the worker fills those of the program.
+        shapes = {n: (slots, n, batch.mask_shape[2]) for n in (1, spec.queries)}
+        arrays = {
+            n: (np.full(s, -1, np.int32), np.zeros(s[:2], np.int32)) for n, s in shapes.items()
+        }
+        self._arrays, self._width = arrays, (width := [1])
+        self._worker = _FillWorker(lambda: batch.fill(*arrays[width[0]]))
+        self._is_filling = False
+        self._step_began: float | None = None
         self.close = weakref.finalize(self, self._worker.close)
         """Let the worker thread end; whoever forgets to call it does so by dropping the session."""
         _sessions[self.handle] = self
@@ -163,8 +199,9 @@ class Session:
         """
         grammar = request.grammar
         matcher = grammar.matcher(stop_token_ids=request.stop_token_ids) if grammar else None
-        row = _Row(request, position=len(request.prompt) - 1, tokens=[request.prompt[-1]])
-        self._batch.admit(slot, matcher)
+        position = len(request.prompt) - 1
+        row = _Row(request, position, last=request.prompt[-1], read=position)
+        self._batch.admit(slot, matcher, force=request.drafter.jump == "force")
         try:
             self._propose(slot, row)
         except BaseException:
@@ -173,8 +210,15 @@ class Session:
         self._rows[slot] = row
 
     def inputs(self) -> np.ndarray:
-        """Inputs of the next step (the format that ``submit`` returns), and start filling for it."""
-        return self._answer(go=self.any_active)
+        """Inputs of the next step (the format that ``submit`` returns), and start filling for it.
+
+        They are for the loop that ``program`` then names.
+        """
+        self.program = self._choose_program(None)
+        self._width[0] = 1 if self.program == "narrow" else self._spec.queries
+        answer = self._answer(go=self.any_active)
+        self._step_began = None  # the first step's time holds the start of the loop
+        return answer
 
     def positions(self) -> np.ndarray:
         """True position of each row's next token, int32 ``[B]``."""
@@ -195,14 +239,18 @@ class Session:
 
         Args:
           sampled: int32 ``[B, N+2+...]``: N sampled tokens, how many of them count, how many rows of
-            the LM head were read for them, and log-probabilities (see ``decode.top_logprobs``).
+            the LM head were read for them, and log-probabilities (see ``step.top_logprobs``). N is
+            that of the running loop.
 
         Returns:
           int32 ``[B, N+4]``: N input tokens, the number of drafts among them, whether the row is
-          active, whether it wants log-probabilities, and (the same in all rows) whether the loop
-          goes on.
+          active, whether it wants log-probabilities, and (the same in all rows) what is next: ``STOP``,
+          ``VERIFY``, or a pass of the draft model, see ``submit_draft``.
         """
-        n = self._spec.queries
+        n = self._width[0]
+        if self._step_began is not None:
+            self._widths.observe_step(self.program, time.perf_counter() - self._step_began)
+            self._step_began = None
         for slot, row in enumerate(self._rows):
             if row is not None:
                 try:
@@ -213,27 +261,47 @@ class Session:
                 except BaseException as error:  # one row's trouble (even a panic) is its alone
                     self._finish(slot, row, error=_as_exception(error))
         pauses = bool(self._ended) or self._wants_pause()
-        return self._answer(go=self.any_active and not pauses)
+        goes_on = self.any_active and not pauses
+        return self._answer(go=goes_on and self._choose_program(self.program) == self.program)
+
+    def submit_draft(self, sampled: np.ndarray) -> np.ndarray:
+        """Take a pass of the draft model, int32 ``[B,1]``, and return what is next. Never raises.
+
+        Returns:
+          int32 ``[B, N+4]``. While the draft model goes on: tokens that it has not read, how many they
+          are beyond one, whether the row drafts, the position of the first, and ``READ_ONE`` or
+          ``READ_MANY``. Then the inputs of the step, as ``submit`` returns them.
+        """
+        for slot, row in enumerate(self._rows):
+            if row is None or not row.is_drafting:
+                continue
+            try:
+                unread = row.unread()
+                row.read += min(len(unread), self._width[0])
+                if len(unread) > self._width[0]:
+                    continue  # its last token is yet to be read
+                drafter = row.request.drafter
+                drafter.add_from_model(self._batch, slot, int(sampled[slot, 0]), row.room)
+                row.is_drafting = drafter.wants_model(row.room)
+            except BaseException as error:
+                self._finish(slot, row, error=_as_exception(error))
+        return self._next_pass()
 
     def collect(self) -> np.ndarray:
         """Masks of the step and, as a last word, whether they are enabled: int32 ``[B,N,W+1]``.
 
         Never raises.
         """
-        enabled = self._enabled
-        if not self._worker.wait(self._watchdog_s):
-            self.broken = True
-            error = GrammarTimeout(
-                f"the grammar's masks were not ready after {self._watchdog_s:g} s"
-            )
-            for slot, row in enumerate(self._rows):
-                if row is not None:
-                    # Not through the batch: the stuck thread may still be at work in it.
-                    row.request.finish("error", error)
-                    self._rows[slot] = None
-            enabled = np.zeros_like(enabled)  # whatever is sampled goes nowhere
+        masks, enabled = self._filled()
         # One array for one transfer; and a copy, which the next fill cannot change under the reader.
-        return np.concatenate([self._masks, enabled[:, :, None]], axis=2)
+        return np.concatenate([masks, enabled[:, :, None]], axis=2)
+
+    def collect_for_draft(self) -> np.ndarray:
+        """The mask after each row's drafts so far, as in ``collect``: int32 ``[B,1,W+1]``."""
+        masks, enabled = self._filled()
+        rows = np.arange(len(self._rows))
+        ends = [len(row.drafts) if row is not None else 0 for row in self._rows]
+        return np.concatenate([masks[rows, ends], enabled[rows, ends, None]], axis=1)[:, None]
 
     # Helpers ------------------------------------------------------------------------------------
 
@@ -241,8 +309,8 @@ class Session:
         """Account for what the device says a row produced; ``logprobs`` has a line for each token."""
         request = row.request
         request.forwards += 1
-        request.drafts_proposed += len(row.tokens) - 1
-        request.drafts_accepted += len(sampled) - 1
+        for source, tally in request.drafter.observe(len(sampled) - 1).items():
+            self._widths.observe_drafts(source, tally.proposed, tally.accepted)
         if request.cancelled:
             raise RequestCancelled("the request was cancelled")
         emitted, reason = self._cut(request, sampled)
@@ -263,7 +331,8 @@ class Session:
         if reason is not None:
             self._finish(slot, row, reason)
             return
-        row.tokens = [emitted[-1]]
+        row.last = emitted[-1]
+        row.read = min(row.read, row.position)  # the draft model forgets what was refused, too
         self._propose(slot, row)
 
     @staticmethod
@@ -278,12 +347,26 @@ class Session:
         return sampled, None
 
     def _propose(self, slot: int, row: _Row) -> None:
+        request = row.request
         room = self._spec.room_for_drafts(row.position)
+        room = min(room, request.sampling.max_tokens - len(request.tokens) - 1)
         if self._max_tokens is not None:
             room = min(room, self._max_tokens - 1 - row.position)
-        source = row.request.drafts
-        drafts = list(source.propose(row.request.tokens, room)[:room]) if source and room else []
-        row.tokens = row.tokens[:1] + self._batch.propose(slot, drafts)
+        row.room = max(room, 0)
+        request.drafter.propose(self._batch, slot, request.tokens, row.room)
+        row.is_drafting = self._room_for_model(row) > 0
+
+    def _room_for_model(self, row: _Row) -> int:
+        """How many tokens the draft model may add to the next step's drafts."""
+        fits = row.position + row.room < self._draft_limit
+        return (
+            row.room - len(row.drafts) if fits and row.request.drafter.wants_model(row.room) else 0
+        )
+
+    def _choose_program(self, present: Program | None) -> Program:
+        rows = [row for row in self._rows if row is not None]
+        proposals = [row.request.drafter.labels for row in rows]
+        return self._widths.choose(present, proposals, [self._room_for_model(row) for row in rows])
 
     def _finish(
         self,
@@ -301,18 +384,74 @@ class Session:
             row.request.finish(reason, error)
 
     def _answer(self, *, go: bool) -> np.ndarray:
-        n = self._spec.queries
-        answer = np.zeros((len(self._rows), n + 4), np.int32)
+        """The answer to a step."""
+        if not go:
+            return self._blank(STOP)
+        if self.program == "narrow":  # what does not pay is not verified
+            for slot, row in enumerate(self._rows):
+                if row is not None and row.drafts:
+                    row.request.drafter.drop(self._batch, slot)
+        if self.program == "drafting":
+            return self._next_pass()
+        return self._step_inputs()
+
+    def _next_pass(self) -> np.ndarray:
+        """The draft model's next pass; the step, where no row drafts any more."""
+        n = self._width[0]
+        drafting = {
+            slot: row for slot, row in enumerate(self._rows) if row is not None and row.is_drafting
+        }
+        if not drafting:
+            return self._step_inputs()
+        unread = {slot: row.unread()[:n] for slot, row in drafting.items()}
+        longest = max(map(len, unread.values()))
+        answer = self._blank(READ_ONE if longest == 1 else READ_MANY)
+        for slot, tokens in unread.items():
+            answer[slot, : len(tokens)] = tokens
+            answer[slot, n : n + 3] = len(tokens) - 1, 1, drafting[slot].read
+        self._start_filling()
+        return answer
+
+    def _step_inputs(self) -> np.ndarray:
+        n = self._width[0]
+        answer = self._blank(VERIFY)
         for slot, row in enumerate(self._rows):
             if row is not None:
-                answer[slot, : len(row.tokens)] = row.tokens
-                answer[slot, n] = len(row.tokens) - 1
-                answer[slot, n + 1] = 1
-                answer[slot, n + 2] = row.request.sampling.logprobs is not None
-        answer[:, n + 3] = go
-        if go:
-            self._worker.start()
+                drafts = row.drafts
+                answer[slot, 0] = row.last
+                answer[slot, 1 : 1 + len(drafts)] = drafts
+                wants_logprobs = row.request.sampling.logprobs is not None
+                answer[slot, n : n + 3] = len(drafts), 1, wants_logprobs
+        self._start_filling()
         return answer
+
+    def _blank(self, state: int) -> np.ndarray:
+        answer = np.zeros((len(self._rows), self._width[0] + 4), np.int32)
+        answer[:, -1] = state
+        return answer
+
+    def _start_filling(self) -> None:
+        self._is_filling = True
+        self._step_began = self._step_began or time.perf_counter()
+        self._worker.start()
+
+    def _filled(self) -> tuple[np.ndarray, np.ndarray]:
+        """Masks and whether they are enabled, once the worker has filled them."""
+        masks, enabled = self._arrays[self._width[0]]
+        if self._is_filling and not self._worker.wait(self._watchdog_s):
+            self.broken = True
+            error = GrammarTimeout(
+                f"the grammar's masks were not ready after {self._watchdog_s:g} s"
+            )
+            for slot, row in enumerate(self._rows):
+                if row is not None:
+                    # Not through the batch: the stuck thread may still be at work in it.
+                    row.request.finish("error", error)
+                    self._rows[slot] = None
+        self._is_filling = False
+        if self.broken:
+            enabled = np.zeros_like(enabled)  # whatever is sampled goes nowhere
+        return masks, enabled
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -332,9 +471,33 @@ def collect(handle: jax.Array, after: jax.Array, vocab_size: int) -> jax.Array:
     return io_callback(_collect, out, handle, after.reshape(-1)[0])
 
 
+def submit_draft(handle: jax.Array, sampled: jax.Array, n: int) -> jax.Array:
+    """``Session.submit_draft`` of ``[B,1]`` tokens, while a step has ``n``: to ``[B,N+4]``, int32."""
+    out = jax.ShapeDtypeStruct((sampled.shape[0], n + 4), jnp.int32)
+    return io_callback(_submit_draft, out, handle, sampled)
+
+
+def collect_for_draft(handle: jax.Array, after: jax.Array, vocab_size: int) -> jax.Array:
+    """``Session.collect_for_draft`` once ``after [B,...]`` is computed: ``[B,1,W+1]`` int32."""
+    out = jax.ShapeDtypeStruct((after.shape[0], 1, -(-vocab_size // 32) + 1), jnp.int32)
+    return io_callback(_collect_for_draft, out, handle, after.reshape(-1)[0])
+
+
 def _submit(handle: jax.Array, sampled: jax.Array) -> np.ndarray:
-    return _sessions[int(np.asarray(handle))].submit(np.asarray(sampled))
+    return _session(handle).submit(np.asarray(sampled))
 
 
 def _collect(handle: jax.Array, ready: jax.Array) -> np.ndarray:
-    return _sessions[int(np.asarray(handle))].collect()
+    return _session(handle).collect()
+
+
+def _submit_draft(handle: jax.Array, sampled: jax.Array) -> np.ndarray:
+    return _session(handle).submit_draft(np.asarray(sampled))
+
+
+def _collect_for_draft(handle: jax.Array, ready: jax.Array) -> np.ndarray:
+    return _session(handle).collect_for_draft()
+
+
+def _session(handle: jax.Array) -> Session:
+    return _sessions[int(np.asarray(handle))]

@@ -12,196 +12,41 @@ Verification is sample-then-compare: a draft counts if it equals the token sampl
 noise keyed by seed and position, the output is the same with drafts and without.
 """
 
-import dataclasses
 import functools
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gkv_jax import bridge
-from gkv_jax.cache import (
-    Cache,
-    CacheSpec,
-    ChunkAttend,
-    Pending,
-    PromptAttend,
-    StepAttend,
-    commit,
-)
+from gkv_jax.cache import Cache, CacheSpec, commit
+from gkv_jax.draft_model import Drafting, draft
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.sampling import MAX_LOGPROBS
+from gkv_jax.step import Head, StepInputs, choose, forward
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.masked_head import project, sample_active
-from pallas_kernels.masked_sample import Rows, masked_sample
-
-Head = Literal["masked", "full"]
-"""How a step reads the LM head: ``masked`` only where some row has a legal token; ``full`` whole, so
-that a row's logits have the same bits whatever its neighbours may sample. While a row wants
-log-probabilities, it is read whole in any case."""
+from pallas_kernels.masked_sample import Rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "n_drafts", "active", "logprobs", "go", "next_pos"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class StepInputs:
-    """What a step starts from.
-
-    Attributes:
-      tokens: int32 ``[B,N]``, the last accepted token and the drafts after it.
-      n_drafts: int32 ``[B]``, how many of the N - 1 draft places are used.
-      active: bool ``[B]``.
-      logprobs: bool scalar, whether some row wants log-probabilities.
-      go: bool scalar, whether there is a step to do.
-      next_pos: int32 ``[B]``, true position of ``tokens[:, 0]``.
-    """
-
-    tokens: jax.Array
-    n_drafts: jax.Array
-    active: jax.Array
-    logprobs: jax.Array
-    go: jax.Array
-    next_pos: jax.Array
-
-    @classmethod
-    def unpack(cls, answer: jax.Array, next_pos: jax.Array) -> "StepInputs":
-        """From what ``submit`` returned, int32 ``[B,N+4]``."""
-        return cls(
-            tokens=answer[:, :-4],
-            n_drafts=answer[:, -4],
-            active=answer[:, -3] != 0,
-            logprobs=jnp.any(answer[:, -2] != 0),
-            go=answer[0, -1] != 0,
-            next_pos=next_pos,
-        )
-
-    @property
-    def positions(self) -> jax.Array:
-        """True positions of the tokens, int32 ``[B,N]``."""
-        return self.next_pos[:, None] + jnp.arange(self.tokens.shape[1])[None, :]
-
-    @property
-    def real(self) -> jax.Array:
-        """Which tokens exist, bool ``[B,N]``: not those of idle rows and of unused draft places."""
-        place = jnp.arange(self.tokens.shape[1])[None, :]
-        return self.active[:, None] & (place <= self.n_drafts[:, None])
-
-
-def forward(
+def verify(
     params: Params,
     cache: Cache,
     inputs: StepInputs,
+    sampling: Rows,
+    handle: jax.Array,
     *,
     model: Decoder,
     spec: CacheSpec,
-    kernel: Implementation | None = None,
-) -> tuple[jax.Array, Cache, Pending]:
-    """Hidden states ``[B,N,Dm]`` of a step, the cache with its tokens, and what ``commit`` needs."""
-    attend = StepAttend(spec, model, cache, inputs.positions, inputs.real, kernel)
-    hidden = model.hidden(params, inputs.tokens, attend)
-    return hidden, attend.cache, attend.pending
-
-
-def choose(
-    params: Params,
-    hidden: jax.Array,
-    inputs: StepInputs,
-    masks: jax.Array,
-    sampling: Rows,
-    *,
-    model: Decoder,
     kernel: Implementation | None,
     head: Head,
-) -> tuple[jax.Array, jax.Array]:
-    """Sample under the masks (as ``collect`` returns them) and verify the drafts.
-
-    Returns int32 ``[B,N+2+N·(1+2k)]`` for ``submit`` (N sampled tokens, how many count, how many rows
-    of the LM head were read, and what ``top_logprobs`` gives, or zeros) and the next positions, int32
-    ``[B]``.
-    """
-    # Nothing is legal where there is no token, and an idle row is greedy whatever its last request
-    # was: it must ask for no part of the head, no noise and no filters.
-    sampling = sampling._replace(temperature=jnp.where(inputs.active, sampling.temperature, 0.0))
-    words = jnp.where(inputs.real[..., None], masks[..., :-1], 0)
-    enabled = jnp.where(inputs.real, masks[..., -1], 1)
-    weights = model.head(params)
-    hidden = hidden.astype(weights.dtype)  # norms may be kept in a wider one
-    operands = (words, enabled, inputs.positions, sampling)
-
-    def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
-        sampled, rows_read = sample_active(hidden, weights, *operands, implementation=kernel)
-        return sampled, rows_read, no_logprobs
-
-    def whole() -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = project(hidden, weights)
-        sampled = masked_sample(logits, *operands, implementation=kernel)
-        wanted = jax.lax.cond(
-            inputs.logprobs, lambda: top_logprobs(logits, sampled), lambda: no_logprobs
-        )
-        return sampled, jnp.int32(weights.shape[0]), wanted
-
-    reported = 1 + 2 * min(weights.shape[0], MAX_LOGPROBS)
-    no_logprobs = jnp.zeros((*inputs.tokens.shape, reported), jnp.int32)
-    if head == "full":
-        sampled, rows_read, logprobs = whole()
-    else:
-        needs_logits = inputs.logprobs | jnp.any(sampling.is_filtered)
-        sampled, rows_read, logprobs = jax.lax.cond(needs_logits, whole, in_tiles)
-    place = jnp.arange(sampled.shape[1] - 1)[None, :]
-    matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & (place < inputs.n_drafts[:, None])
-    n_new = 1 + jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
-    # A sampled token is never negative; XLA does not know. So `commit` depends on the last layer's
-    # attention even where there are no drafts: else XLA would copy a cache that both might use at once.
-    n_new = jnp.where(inputs.active & (sampled[:, 0] >= 0), n_new, 0)
-    rows_read = jnp.broadcast_to(rows_read, n_new.shape)
-    answer = jnp.concatenate(
-        [sampled, n_new[:, None], rows_read[:, None], logprobs.reshape(n_new.shape[0], -1)], axis=1
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """One step inside a compiled loop: the cache, what the host answers, and the next positions."""
+    hidden, cache, pending = forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
+    masks = bridge.collect(handle, hidden, model.vocab_size)
+    sampled, next_pos = choose(
+        params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head=head
     )
-    return answer, inputs.next_pos + n_new
-
-
-def top_logprobs(logits: jax.Array, sampled: jax.Array) -> jax.Array:
-    """Log-probabilities by the model itself, before grammar, temperature and filters.
-
-    ``logits`` float32 ``[B,N,V]``, ``sampled`` int32 ``[B,N]``. Returns int32 ``[B,N,1+2k]`` with
-    ``k = min(V, MAX_LOGPROBS)``, to travel in the array of the tokens: the bits of the sampled
-    token's and of the k highest, falling, then the ids of these k.
-    """
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(logits, sampled[..., None], axis=-1)
-    count = min(logits.shape[-1], MAX_LOGPROBS)
-    # XLA:TPU sorts for top_k, which for a large vocabulary takes longer to compile than the loop.
-    highest, tokens = jax.lax.platform_dependent(
-        logits,
-        tpu=lambda logits: _top_k_by_passes(logits, count),
-        default=lambda logits: tuple(jax.lax.top_k(logits, count)),
-    )
-    values = jnp.concatenate([own, highest], axis=-1) - total
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    return jnp.concatenate([bits, tokens.astype(jnp.int32)], axis=-1)
-
-
-def _top_k_by_passes(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """``lax.top_k`` of ``[B,N,V]`` with a pass over the logits for each of the k."""
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :]
-
-    def one(last: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        value, token = (x[..., None] for x in last)
-        is_left = (logits < value) | ((logits == value) & (ids > token))
-        left = jnp.where(is_left, logits, -jnp.inf)
-        value = left.max(axis=-1)
-        token = jnp.where(is_left & (logits == value[..., None]), ids, logits.shape[-1]).min(
-            axis=-1
-        )
-        return (value, token), (value, token)
-
-    start = jnp.full(logits.shape[:-1], jnp.inf), jnp.full(logits.shape[:-1], -1, jnp.int32)
-    _, (values, tokens) = jax.lax.scan(one, start, None, length=k)
-    return jnp.moveaxis(values, 0, -1), jnp.moveaxis(tokens, 0, -1)
+    cache = commit(cache, pending, inputs.next_pos, next_pos, model=model, spec=spec)
+    return cache, bridge.submit(handle, sampled, inputs.tokens.shape[1]), next_pos
 
 
 @functools.partial(
@@ -225,7 +70,8 @@ def device_loop(
     Args:
       params: the model's parameters.
       cache: the batch's cache; donated, updated in place.
-      answer: int32 ``[B,N+4]``, first inputs (``Session.inputs``).
+      answer: int32 ``[B,n+4]``, first inputs (``Session.inputs``). Their width is that of the loop: ``n``
+        is 1, or ``spec.queries``.
       next_pos: int32 ``[B]``.
       sampling: parameters of each row.
       handle: int32 scalar, the session that ``submit`` and ``collect`` talk to.
@@ -234,44 +80,105 @@ def device_loop(
     """
 
     def body(carry: tuple[Cache, StepInputs]) -> tuple[Cache, StepInputs]:
-        cache, inputs = carry
-        hidden, cache, pending = forward(
-            params, cache, inputs, model=model, spec=spec, kernel=kernel
+        cache, answer, next_pos = verify(
+            params, *carry, sampling, handle, model=model, spec=spec, kernel=kernel, head=head
         )
-        masks = bridge.collect(handle, hidden, model.vocab_size)
-        sampled, next_pos = choose(
-            params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head=head
-        )
-        cache = commit(cache, pending, inputs.next_pos, next_pos, model=model, spec=spec)
-        return cache, StepInputs.unpack(bridge.submit(handle, sampled, spec.queries), next_pos)
+        return cache, StepInputs.unpack(answer, next_pos)
 
     first = StepInputs.unpack(answer, next_pos)
     cache, _ = jax.lax.while_loop(lambda carry: carry[1].go, body, (cache, first))
     return cache
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "spec", "draft_model", "draft_spec", "kernel", "head"),
+    donate_argnames=("cache", "draft_cache"),
+)
+def drafting_loop(
+    params: Params,
+    cache: Cache,
+    draft_params: Params,
+    draft_cache: Cache,
+    answer: jax.Array,
+    next_pos: jax.Array,
+    sampling: Rows,
+    target_ids: jax.Array | None,
+    handle: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+    draft_model: Decoder,
+    draft_spec: CacheSpec,
+    kernel: Implementation | None = None,
+    head: Head = "masked",
+) -> tuple[Cache, Cache]:
+    """``device_loop`` with a draft model's passes before each step, see ``gkv_jax.draft_model``.
+
+    Args:
+      draft_params, draft_model, draft_spec: the draft model's, the latter two static.
+      draft_cache: ``[B]`` rows; donated.
+      target_ids: int32 ``[Vd]`` for a draft model with a pruned vocabulary.
+      answer: int32 ``[B,N+4]``, of the full width.
+
+    The other arguments are those of ``device_loop``. Returns both caches.
+    """
+    Carry = tuple[Cache, Cache, jax.Array, jax.Array]
+
+    def body(carry: Carry) -> Carry:
+        cache, draft_cache, answer, next_pos = carry
+        draft_cache, answer = draft(
+            draft_params, draft_cache, answer, sampling, target_ids, handle,
+            model=draft_model, spec=draft_spec, vocab_size=model.vocab_size, kernel=kernel,
+        )  # fmt: skip
+        inputs = StepInputs.unpack(answer, next_pos)
+        cache, answer, next_pos = verify(
+            params,
+            cache,
+            inputs,
+            sampling,
+            handle,
+            model=model,
+            spec=spec,
+            kernel=kernel,
+            head=head,
+        )
+        return cache, draft_cache, answer, next_pos
+
+    cache, draft_cache, *_ = jax.lax.while_loop(
+        lambda carry: carry[2][0, -1] != 0, body, (cache, draft_cache, answer, next_pos)
+    )
+    return cache, draft_cache
+
+
 _forward = jax.jit(forward, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
 _choose = jax.jit(choose, static_argnames=("model", "kernel", "head"))
 _commit = jax.jit(commit, static_argnames=("model", "spec"), donate_argnames=("cache",))
+_unpack = jax.jit(StepInputs.unpack)
 
 
 def host_loop(
     params: Params,
     cache: Cache,
-    session: "bridge.Session",
+    session: bridge.Session,
     sampling: Rows,
     *,
     model: Decoder,
     spec: CacheSpec,
     kernel: Implementation | None = None,
     head: Head = "masked",
+    drafting: Drafting | None = None,
 ) -> Cache:
     """The same steps driven from Python: for runtimes without callbacks, and as a cross-check.
 
-    The forward pass is dispatched and runs while this thread waits for the masks.
+    The forward pass is dispatched and runs while this thread waits for the masks. ``drafting`` is there
+    if the session's program is ``"drafting"``.
     """
     answer, next_pos = session.inputs(), jnp.asarray(session.positions())
     while answer[0, -1]:
+        while answer[0, -1] >= bridge.READ_ONE:
+            assert drafting is not None
+            answer = drafting.one_pass(session, answer, sampling, kernel)
         inputs = _unpack(answer, next_pos)
         hidden, cache, pending = _forward(
             params, cache, inputs, model=model, spec=spec, kernel=kernel
@@ -290,44 +197,3 @@ def host_loop(
             cache = _commit(cache, pending, inputs.next_pos, next_pos, model=model, spec=spec)
         answer = session.submit(np.asarray(sampled))
     return cache
-
-
-_unpack = jax.jit(StepInputs.unpack)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
-def prefill_chunk(
-    params: Params,
-    cache: Cache,
-    tokens: jax.Array,
-    row: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
-    *,
-    model: Decoder,
-    spec: CacheSpec,
-) -> tuple[jax.Array, Cache]:
-    """Read ``length`` of ``tokens [L]`` into a row, the first at position ``start``.
-
-    Returns the hidden states ``[L,Dm]`` (what evaluation scores) and the cache.
-    """
-    attend = ChunkAttend(spec, model, cache, row, start, length, tokens.shape[0])
-    hidden = model.hidden(params, tokens[None], attend)
-    return hidden[0], attend.cache
-
-
-@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
-def prefill_whole(
-    params: Params,
-    cache: Cache,
-    tokens: jax.Array,
-    row: jax.Array,
-    length: jax.Array,
-    *,
-    model: Decoder,
-    spec: CacheSpec,
-) -> Cache:
-    """Read a prompt of ``length`` tokens, padded to ``tokens [L]``, keeping what the policy selects."""
-    attend = PromptAttend(spec, model, cache, row, length, tokens.shape[0])
-    model.hidden(params, tokens[None], attend)
-    return attend.cache

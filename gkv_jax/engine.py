@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,18 @@ from gkv_jax.bridge import Session
 from gkv_jax.cache import Cache, CacheSpec, cache_dtype, check_layers, init_cache, reset_row
 from gkv_jax.cache.report import report as report_of
 from gkv_jax.cache.storage import check_dtype
-from gkv_jax.decode import Head, device_loop, host_loop
-from gkv_jax.drafts import DraftSource
+from gkv_jax.decode import device_loop, drafting_loop, host_loop
+from gkv_jax.draft_model import Drafting, DraftModel
+from gkv_jax.drafts import DraftSource, LookupDrafts, PredictedDrafts, ScriptedDrafts
+from gkv_jax.drafts.drafter import Drafter
+from gkv_jax.drafts.widths import Verify
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.prefill import SHORTEST, reading
 from gkv_jax.prefix import PrefixStore
 from gkv_jax.request import Request, RequestCancelled, Result, Stream
 from gkv_jax.sampling import Sampling, greedy_rows, set_row
+from gkv_jax.step import Head
 from gkv_jax.text import TextStream
 from grammar_host import GrammarCompiler, GrammarError, Guide, TokenizerInfo
 from grammar_host.backends import check_backend_name
@@ -57,6 +61,8 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         backend: str | Backend = "auto",
         watchdog_s: float = 60.0,
+        draft: DraftModel | None = None,
+        verify: Verify = "faster",
     ) -> None:
         """Wrap a live model.
 
@@ -64,7 +70,7 @@ class Engine:
           model: the architecture.
           params: its parameters, on device; the cache takes the dtype of the first floating one.
           tokenizer: a transformers fast tokenizer.
-          cache: size and policy of the cache; ``CacheSpec()`` if None.
+          cache: size and policy of the cache; ``CacheSpec().with_drafts()`` if None.
           slots: requests decoded at once; more of them queue.
           loop: ``device`` runs the whole loop in one compiled program; ``host`` drives the same
             steps from Python.
@@ -74,6 +80,12 @@ class Engine:
           stop_token_ids: ends of a generation besides the tokenizer's own.
           backend: the grammar engine, by name or as an instance.
           watchdog_s: longest wait for a step's masks before its requests fail.
+          draft: a smaller model of the same tokenizer that drafts for this one.
+          verify: when drafts are verified: ``faster``, where a wider step has been seen to cost less than
+            the drafts save; ``always``, whatever it costs.
+
+        Raises:
+          UserError: options that cannot be served, or not together, naming the field.
         """
         if slots < 1:
             raise UserError(f"slots is {slots}; it must be at least 1")
@@ -81,14 +93,18 @@ class Engine:
             raise UserError(f"loop is {loop!r}; choose 'device' or 'host'")
         if head not in ("masked", "full"):
             raise UserError(f"head is {head!r}; choose 'masked' or 'full'")
+        if verify not in get_args(Verify):
+            raise UserError(f"verify is {verify!r}; choose from {get_args(Verify)}")
         if isinstance(backend, str):
             try:
                 check_backend_name(backend)
             except ValueError as error:
                 raise UserError(f"backend: {error}") from error
         self.model, self.tokenizer = model, tokenizer
-        self.spec = cache or CacheSpec()
+        self.spec = cache or CacheSpec().with_drafts()
         self._check_spec()
+        self._verify: Verify = verify
+        self._drafting = self._new_drafting(draft, slots)
         self.slots, self.loop, self.head = slots, loop, head
         self._watchdog_s, self._backend = watchdog_s, backend
         # One attribute, so that no thread ever sees prefixes that other weights have read.
@@ -99,6 +115,8 @@ class Engine:
         self._stop_token_ids = frozenset(t for t in stops if 0 <= t < model.vocab_size)
         self._cache = self._new_cache()
         self._cache_bytes = self._cache.nbytes
+        if self._drafting is not None:
+            self._cache_bytes += self._drafting.cache.nbytes
         self._inbox = _Inbox()
         self._session = self._new_session()
         self._sampling = greedy_rows(slots)
@@ -122,11 +140,14 @@ class Engine:
         head: Head = "masked",
         backend: str = "auto",
         watchdog_s: float = 60.0,
+        draft: str | DraftModel | None = None,
+        verify: Verify = "faster",
     ) -> "Engine":
         """Load a model by registry name, local folder, GGUF file or Hugging Face id.
 
         ``dtype`` is that of weights and cache: by default bfloat16 on accelerators and float32 on
-        CPUs, where bfloat16 is emulated. The rest is as in ``Engine``.
+        CPUs, where bfloat16 is emulated. ``draft`` is a draft model, by such a name or as it is. The rest
+        is as in ``Engine``.
 
         Raises:
           UserError: an unknown name (the known are listed), damaged or unserved files.
@@ -136,10 +157,14 @@ class Engine:
 
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        loaded = load_model(name, dtype=dtype)
-        model, tokenizer = Llama(loaded.config), loaded.tokenizer
-        params = model.from_checkpoint(loaded.params)
-        del loaded  # the checkpoint's layout is not needed beside the cache
+
+        def load(name: str) -> tuple[Llama, Params, Any]:
+            loaded = load_model(name, dtype=dtype)
+            model = Llama(loaded.config)
+            # The checkpoint's layout is not needed beside the cache.
+            return model, model.from_checkpoint(loaded.params), loaded.tokenizer
+
+        model, params, tokenizer = load(name)
         return cls(
             model,
             params,
@@ -151,6 +176,8 @@ class Engine:
             stop_token_ids=model.config.eos_token_ids,
             backend=backend,
             watchdog_s=watchdog_s,
+            draft=DraftModel(*load(draft)) if isinstance(draft, str) else draft,
+            verify=verify,
         )
 
     @property
@@ -263,12 +290,26 @@ class Engine:
             lengths.add(length + 1)
             length *= 2
         for length in sorted(lengths | {longest}):
-            stream = TextStream(self.tokenizer)
-            request = Request((0,) * length, Sampling(max_tokens=1), self._stop_token_ids, stream)
-            self.submit(request)
-            error = request.result().error
-            if error is not None:
-                raise error
+            self._warm_up(length, Sampling(max_tokens=1))
+        # And the loops: the narrow one has run, the others run where there are drafts.
+        if self.spec.max_drafts:
+            few = Sampling(max_tokens=4)
+            self._warm_up(2, few, Drafter(sources={"warm-up": ScriptedDrafts((0,) * 4)}))
+            if self._drafting is not None:
+                self._warm_up(2, few, Drafter(uses_model=True))
+
+    def _warm_up(self, length: int, sampling: Sampling, drafter: Drafter | None = None) -> None:
+        request = Request(
+            prompt=(0,) * length,
+            sampling=sampling,
+            stop_token_ids=frozenset(),  # nothing shall end it early
+            text_stream=TextStream(self.tokenizer),
+            drafter=drafter or Drafter(),
+        )
+        self.submit(request)
+        error = request.result().error
+        if error is not None:
+            raise error
 
     def prepare(
         self,
@@ -300,10 +341,37 @@ class Engine:
             stop_token_ids=self._stop_token_ids,
             text_stream=TextStream(self.tokenizer, sampling.stop_texts),
             grammar=None if guide is None else self.compiler.compile(guide, backend),
-            drafts=drafts,
+            drafter=self._new_drafter(tokens, sampling, drafts),
             wants_report=report,
             cache_bytes=self._cache_bytes,
         )
+
+    def _new_drafter(
+        self, prompt: tuple[int, ...], sampling: Sampling, drafts: DraftSource | None
+    ) -> Drafter:
+        asked = {
+            "drafts": drafts is not None,
+            "sampling.prediction": sampling.prediction is not None,
+            "sampling.lookup": sampling.lookup,
+        }
+        if self.spec.max_drafts == 0 and any(asked.values()):
+            name = next(name for name, is_asked in asked.items() if is_asked)
+            raise UserError(
+                f"{name} is given, but cache.max_drafts is 0, so that nothing can be drafted; "
+                "set it, to 7 say"
+            )
+        sources: dict[str, DraftSource] = {}
+        if drafts is not None:
+            sources["custom"] = drafts
+        if sampling.prediction is not None:
+            tokens = self.tokenizer.encode(
+                sampling.prediction, add_special_tokens=False, verbose=False
+            )
+            sources["prediction"] = PredictedDrafts(tokens)
+        if sampling.lookup:
+            sources["lookup"] = LookupDrafts(prompt)
+        uses_model = sampling.draft_model and self._drafting is not None
+        return Drafter(sampling.jump, sources, uses_model=uses_model)
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request. Read ``request.pieces()`` or wait for ``request.result()``.
@@ -355,6 +423,8 @@ class Engine:
 
     def update_params(self, params: Params) -> None:
         """Use new weights from the next loop run on, without a compile. Shared prefixes are forgotten.
+
+        A draft model stays as it is: it may guess worse, and the output is that of the new weights.
 
         Raises:
           UserError: structure, shapes or dtypes differ from the present parameters.
@@ -428,6 +498,7 @@ class Engine:
 
     def _check_spec(self) -> None:
         spec, trained = self.spec, self.model.max_positions
+        self._max_tokens = spec.longest_text(trained)
         check_layers(spec, self.model)
         check_dtype(spec.dtype, jax.devices()[0].platform)
         if spec.max_tokens is None and spec.total > trained:
@@ -460,15 +531,6 @@ class Engine:
                 f"prompt has {length} tokens, but {problem}; shorten it, or use policy 'window'"
             )
 
-    @property
-    def _max_tokens(self) -> float:
-        """Longest text of a request: bounded where nothing is evicted, or old tokens never move."""
-        spec = self.spec
-        if spec.max_tokens is not None:
-            return min(spec.max_tokens, self.model.max_positions)
-        streams = spec.by_rank or spec.prefix == 0
-        return math.inf if streams else self.model.max_positions
-
     def _refused(self, error: Exception) -> Request:
         request = Request((), Sampling(), frozenset(), TextStream(self.tokenizer))
         request.finish("error", error)
@@ -489,6 +551,8 @@ class Engine:
                 self._session.close()
                 del self._cache  # first, or there may be no room for the new one
                 self._session, self._cache = self._new_session(), self._new_cache()
+                if self._drafting is not None:
+                    self._drafting.clear()
         if self._inbox.closing:
             self._session.fail_all(_closed())
             self._session.close()
@@ -496,7 +560,7 @@ class Engine:
     def _run(self) -> None:
         """Decode until the session wants something else."""
         self._inbox.reload = False
-        session = self._session
+        session, drafting = self._session, self._drafting
         if self.loop == "host":
             self._cache = host_loop(
                 self._params,
@@ -506,24 +570,49 @@ class Engine:
                 model=self.model,
                 spec=self.spec,
                 head=self.head,
+                drafting=drafting,
             )
         else:
-            self._cache = device_loop(
-                self._params,
-                self._cache,
-                session.inputs(),
-                session.positions(),
-                self._sampling,
-                np.int32(session.handle),
-                model=self.model,
-                spec=self.spec,
-                head=self.head,
-            )
-            jax.block_until_ready(self._cache)
+            self._run_on_device(session, drafting)
         self._report_ended()
         if session.broken:
             session.close()
             self._session = self._new_session()
+
+    def _run_on_device(self, session: Session, drafting: Drafting | None) -> None:
+        answer, positions = session.inputs(), session.positions()
+        handle = np.int32(session.handle)
+        if session.program != "drafting":
+            self._cache = device_loop(
+                self._params,
+                self._cache,
+                answer,
+                positions,
+                self._sampling,
+                handle,
+                model=self.model,
+                spec=self.spec,
+                head=self.head,
+            )
+        else:
+            assert drafting is not None
+            self._cache, drafting.cache = drafting_loop(
+                self._params,
+                self._cache,
+                drafting.params,
+                drafting.cache,
+                answer,
+                positions,
+                self._sampling,
+                drafting.target_ids,
+                handle,
+                model=self.model,
+                spec=self.spec,
+                draft_model=drafting.model,
+                draft_spec=drafting.spec,
+                head=self.head,
+            )
+        jax.block_until_ready(self._cache)
 
     def _report_ended(self) -> None:
         """Read the rows of requests that want a report, before others are seated there."""
@@ -553,7 +642,8 @@ class Engine:
                 self._session.admit(slot, request)
             except Exception as error:  # of this request alone, unless it took the cache with it
                 request.finish("error", error)
-                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+                caches = self._cache, self._drafting and self._drafting.cache
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
                     raise
 
     def _prefill(self, slot: int, request: Request) -> None:
@@ -567,10 +657,22 @@ class Engine:
             params, self._cache, tokens, slot, model=model, spec=spec, start=start
         ):
             self._cache = cache
-            if request.cancelled or self._inbox.closing:
-                raise RequestCancelled("the request was cancelled while its prompt was read")
+            self._check_wanted(request)
+        if self._drafting is not None and request.drafter.uses_model:
+            for _ in self._drafting.reads(slot, tokens):
+                self._check_wanted(request)
         if request.shares_prefix:
             self._cache = prefixes.add(tokens, self._cache, slot)
+
+    def _check_wanted(self, request: Request) -> None:
+        if request.cancelled or self._inbox.closing:
+            raise RequestCancelled("the request was cancelled while its prompt was read")
+
+    def _new_drafting(self, draft: DraftModel | None, slots: int) -> Drafting | None:
+        if draft is None:
+            return None
+        draft.check(self.model, self.tokenizer)
+        return Drafting(draft, self.spec, slots)
 
     def _new_cache(self) -> Cache:
         return init_cache(self.spec, self.model, self.slots, self.dtype)
@@ -584,6 +686,8 @@ class Engine:
             max_tokens=None if math.isinf(limit) else int(limit),
             watchdog_s=self._watchdog_s,
             wants_pause=lambda: inbox.wants_attention(bool(session.free_slots)),
+            verify=self._verify,
+            draft_limit=0 if self._drafting is None else self._drafting.limit,
         )
         return session
 

@@ -5,11 +5,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.exceptions import TyperException
 
+from gkv_jax.drafts.drafter import Jump
 from gkv_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from grammar_host import Guide
 
 _CONSTRAINT, _OPTIONS = "Constraint (at most one)", "How it is enforced"
-_CACHE, _SAMPLING = "Cache", "Sampling"
+_CACHE, _SAMPLING, _DRAFTS = "Cache", "Sampling", "Drafts"
+
+T = TypeVar("T")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -121,6 +124,25 @@ def generate(
         list[str] | None,
         typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING),
     ] = None,
+    jump: Annotated[
+        Jump,
+        typer.Option(
+            help="What the grammar forces: drafts for the model to verify, the output, or nothing.",
+            rich_help_panel=_DRAFTS,
+        ),
+    ] = "verify",
+    lookup: Annotated[
+        bool,
+        typer.Option("--lookup", help="Draft what the text said before.", rich_help_panel=_DRAFTS),
+    ] = False,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(help="File that the output may resemble.", rich_help_panel=_DRAFTS),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="A smaller model of the same tokenizer.", rich_help_panel=_DRAFTS),
+    ] = None,
 ) -> None:
     """Generate text that obeys a constraint, with a KV cache of constant size.
 
@@ -156,6 +178,8 @@ def generate(
         if name in options:
             raise UserError(f"--cache {name}=...: write --{name} instead")
     spec = CacheSpec(**(sizes | options))
+    if "max_drafts" not in options:
+        spec = spec.with_drafts()
     if kept_plot is not None:
         check_format(kept_plot)
     sampling = Sampling(
@@ -166,8 +190,11 @@ def generate(
         min_p=min_p,
         seed=seed,
         stop=tuple(stop or ()),
+        jump=jump,
+        lookup=lookup,
+        prediction=None if prediction is None else _from_file(str, "prediction", prediction),
     )
-    with Engine.from_pretrained(model, cache=spec, slots=1) as engine:
+    with Engine.from_pretrained(model, cache=spec, slots=1, draft=draft) as engine:
         text_or_chat = prompt if raw else _conversation(prompt)
         request = engine.prepare(
             text_or_chat,
@@ -178,9 +205,9 @@ def generate(
         )
         # Compile what this prompt needs, so that the statistics are those of decoding.
         with Console(stderr=True).status("compiling"):  # seen on terminals only
-            engine.generate(
-                text_or_chat, sampling=Sampling(max_tokens=1), report=kept_plot is not None
-            )
+            engine.warm_up(len(request.prompt))
+            if kept_plot is not None:
+                engine.generate(text_or_chat, sampling=Sampling(max_tokens=1), report=True)
         engine.submit(request)
         for piece in request.pieces():
             print(piece.text, end="", flush=True)
@@ -196,8 +223,7 @@ def _cache_options(options: list[str]) -> dict[str, Any]:
     """Fields of ``CacheSpec`` from ``FIELD=VALUE``: integers where they are, else strings."""
     from gkv_jax import CacheSpec
 
-    # Nothing here proposes drafts: room for them would only widen every step.
-    known = [f.name for f in dataclasses.fields(CacheSpec) if f.name != "max_drafts"]
+    known = [field.name for field in dataclasses.fields(CacheSpec)]
     values: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")
@@ -264,7 +290,7 @@ def _with_options(
     return dataclasses.replace(guide, **options)
 
 
-def _from_file(make: "Callable[[str], Guide]", option: str, path: Path) -> "Guide":
+def _from_file(make: "Callable[[str], T]", option: str, path: Path) -> "T":
     from grammar_host import GuideError
 
     try:
@@ -288,6 +314,12 @@ def _report(request: "Request") -> None:
         f" ({stats['tokens_per_second']:.1f} tokens/s)"
         f" · prompt {stats['prompt_tokens']} tokens · cache {stats['cache_bytes'] / 1e6:.1f} MB"
     )
+    if stats["drafts"]:
+        sources = ", ".join(
+            f"{name} {tally['accepted']}/{tally['proposed']}"
+            for name, tally in stats["drafts"].items()
+        )
+        line += f" · {stats['tokens_per_forward']:.2f} tokens per forward ({sources})"
     if stats["backend"]:
         line += (
             f" · {stats['backend']}{'' if stats['exact'] else ' + gate'}:"

@@ -1,12 +1,13 @@
 """Reading a prompt into a row of the cache: whole where a policy must see all of it, else in chunks."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
-from gkv_jax.cache import Cache, CacheSpec
-from gkv_jax.decode import prefill_chunk, prefill_whole
+from gkv_jax.cache import Cache, CacheSpec, ChunkAttend, PromptAttend
 from gkv_jax.models.protocol import Decoder, Params
 
 SHORTEST = 32
@@ -87,3 +88,41 @@ def pad(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
     padded = np.zeros(size, np.int32)
     padded[: len(tokens)] = tokens
     return padded
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
+def prefill_chunk(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+) -> tuple[jax.Array, Cache]:
+    """Read ``length`` of ``tokens [L]`` into a row, the first at position ``start``.
+
+    Returns the hidden states ``[L,Dm]`` (what evaluation scores) and the cache.
+    """
+    attend = ChunkAttend(spec, model, cache, row, start, length, tokens.shape[0])
+    hidden = model.hidden(params, tokens[None], attend)
+    return hidden[0], attend.cache
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
+def prefill_whole(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    row: jax.Array,
+    length: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+) -> Cache:
+    """Read a prompt of ``length`` tokens, padded to ``tokens [L]``, keeping what the policy selects."""
+    attend = PromptAttend(spec, model, cache, row, length, tokens.shape[0])
+    model.hidden(params, tokens[None], attend)
+    return attend.cache

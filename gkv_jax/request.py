@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gkv_jax.cache.report import CacheReport
-from gkv_jax.drafts import DraftSource
+from gkv_jax.drafts.drafter import Drafter
 from gkv_jax.sampling import Sampling
 from gkv_jax.text import TextStream
 from grammar_host import Grammar
@@ -71,7 +71,9 @@ class Result:
         ``tokens``, ``forwards``, ``head_fraction`` (of the LM head that a
         forward read, on average, for the whole batch), ``queue_seconds`` (waiting for a slot),
         ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
-        ``drafts_proposed``, ``drafts_accepted``, ``grammar_us_per_token`` (host time to fill masks),
+        ``tokens_per_forward``, ``drafts_proposed`` and ``drafts_accepted`` (draft tokens that were
+        verified, and those that were right), ``drafts`` (the same by source, as ``{"forced":
+        {"proposed": 12, "accepted": 12}, ...}``), ``grammar_us_per_token`` (host time to fill masks),
         ``compile_ms`` (grammar, the trial in a worker process included), ``cache_bytes`` (of the
         whole batch), ``backend`` and ``exact`` (whether the engine alone enforces the guide, without
         a completion gate).
@@ -95,7 +97,7 @@ class Request:
     stop_token_ids: frozenset[int]
     text_stream: TextStream
     grammar: Grammar | None = None
-    drafts: DraftSource | None = None
+    drafter: Drafter = dataclasses.field(default_factory=Drafter)
     wants_report: bool = False
     shares_prefix: bool = False
     """Whether the prompt, but for its last token, shall be kept for prompts that begin with it."""
@@ -111,8 +113,6 @@ class Request:
     forwards: int = 0
     head_read: float = 0.0
     """Times that the LM head was read, in parts of it."""
-    drafts_proposed: int = 0
-    drafts_accepted: int = 0
     fill_seconds: float = 0.0
     prefix_tokens: int = 0
     report: CacheReport | None = None
@@ -125,6 +125,11 @@ class Request:
         default_factory=queue.SimpleQueue
     )
     _done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def text_from(self, position: int) -> list[int]:
+        """The tokens of prompt and output from a position on."""
+        beyond = position - len(self.prompt)
+        return self.tokens[beyond:] if beyond >= 0 else [*self.prompt[position:], *self.tokens]
 
     def read(self, tokens: list[int]) -> list[str]:
         """Text that becomes final with each token, no further than the token of a stop text."""
@@ -208,7 +213,7 @@ class Request:
     def _stats(self) -> dict[str, Any]:
         began = self.admitted or self.ended
         seconds = self.ended - began
-        count = len(self.tokens)
+        count, tallies = len(self.tokens), self.drafter.tallies
         return {
             "prompt_tokens": len(self.prompt),
             "prefix_tokens": self.prefix_tokens,
@@ -218,8 +223,10 @@ class Request:
             "queue_seconds": began - self.submitted if self.submitted else 0.0,
             "seconds": seconds,
             "tokens_per_second": count / seconds if seconds > 0 else 0.0,
-            "drafts_proposed": self.drafts_proposed,
-            "drafts_accepted": self.drafts_accepted,
+            "tokens_per_forward": count / max(self.forwards, 1),
+            "drafts_proposed": sum(tally.proposed for tally in tallies.values()),
+            "drafts_accepted": sum(tally.accepted for tally in tallies.values()),
+            "drafts": {name: dataclasses.asdict(tally) for name, tally in tallies.items()},
             "grammar_us_per_token": 1e6 * self.fill_seconds / max(count, 1),
             "compile_ms": 1e3 * _compile_seconds(self.grammar),
             "cache_bytes": self.cache_bytes,

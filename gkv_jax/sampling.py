@@ -9,9 +9,11 @@ drafts.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
+from gkv_jax.drafts.drafter import Jump
 from gkv_jax.errors import UserError
 from pallas_kernels.masked_sample import Rows
 
@@ -38,6 +40,16 @@ class Sampling:
       logprobs: report the log-probability of each token and of this many most likely ones (0 to 20),
         by the model before grammar and sampling; None reports none. While a request asks for them,
         steps read the whole LM head.
+      jump: what becomes of tokens that the grammar forces: ``verify`` takes them as drafts, which never
+        changes the output; ``force`` takes them as output (the text obeys the grammar as ever, but is
+        segmented as the tokenizer would, not as the model might); ``off`` lets the model write them.
+      lookup: draft what followed when the last tokens occurred before, in prompt or output.
+      prediction: a text that the output is expected to resemble (OpenAI's predicted outputs); drafts
+        are taken from it.
+      draft_model: let the engine's draft model draft, if it has one.
+
+    Drafts need room in the cache (``CacheSpec.max_drafts``). They change the number of forward passes,
+    never the output; under ``jump="force"`` the output does not depend on that room, either.
 
     Raises:
       UserError: a value out of range, naming the field.
@@ -51,6 +63,10 @@ class Sampling:
     seed: int = 0
     stop: str | tuple[str, ...] = ()
     logprobs: int | None = None
+    jump: Jump = "verify"
+    lookup: bool = False
+    prediction: str | None = None
+    draft_model: bool = True
 
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -67,6 +83,16 @@ class Sampling:
             isinstance(text, str) and text for text in self.stop_texts
         ):
             raise UserError(f"sampling.stop is {self.stop!r}; it must hold non-empty strings")
+
+        if self.jump not in get_args(Jump):
+            raise UserError(f"sampling.jump is {self.jump!r}; choose from {get_args(Jump)}")
+        for name in ("lookup", "draft_model"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(
+                    f"sampling.{name} is {getattr(self, name)!r}; it must be True or False"
+                )
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise UserError(f"sampling.prediction is {self.prediction!r}; it must be a string")
 
     @property
     def stop_texts(self) -> tuple[str, ...]:

@@ -365,7 +365,7 @@ def _decode_step(
     implementation: str, dtype: Any, *, vocab: int, batch: int, queries: int, capacity: int
 ) -> Program:
     """A step without its callbacks. It must move its weights and its cache."""
-    from gkv_jax.decode import StepInputs, choose, forward
+    from gkv_jax.step import StepInputs, choose, forward
     from pallas_kernels.masked_sample import Rows
 
     model, spec, params, cache = _decoder(dtype, vocab, batch, queries, capacity)

@@ -33,7 +33,7 @@ if importlib.util.find_spec("jsonschema_rs") is None:
     for _name in ("jsonschema_rs", "jsonschema_rs.canonical", "jsonschema_rs.canonical.schema"):
         sys.modules[_name] = mock.MagicMock()
 
-from gkv_jax import decode
+from gkv_jax import decode, step
 from gkv_jax.bridge import Session
 from gkv_jax.cache import CacheSpec, init_cache
 from gkv_jax.models.config import ModelConfig, RopeConfig
@@ -248,22 +248,22 @@ def steps_alone(
     spec: CacheSpec,
     kernel: Implementation,
 ) -> Any:
-    """``count`` steps of ``decode.forward`` and ``decode.choose``.
+    """``count`` steps of ``step.forward`` and ``step.choose``.
 
     ``answer`` and ``next_pos`` are a session's inputs, ``masks`` what it collects.
     """
 
     def body(_: jax.Array, carry: Any) -> Any:
         cache, inputs = carry
-        hidden, cache, _ = decode.forward(
+        hidden, cache, _ = step.forward(
             params, cache, inputs, model=model, spec=spec, kernel=kernel
         )
-        sampled, next_pos = decode.choose(
+        sampled, next_pos = step.choose(
             params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head="masked"
         )
         return cache, dataclasses.replace(inputs, tokens=sampled[:, :1], next_pos=next_pos)
 
-    first = decode.StepInputs.unpack(answer, next_pos)
+    first = step.StepInputs.unpack(answer, next_pos)
     return jax.lax.fori_loop(0, count, body, (cache, first))
 
 

@@ -188,6 +188,14 @@ class CacheSpec:
         """A cache that evicts nothing and holds ``max_tokens`` tokens."""
         return cls(policy="full", sinks=0, window=max_tokens, max_drafts=max_drafts)
 
+    def with_drafts(self, most: int = 7) -> "CacheSpec":
+        """The same cache with room for drafts: ``most``, or as many as the policy can take back."""
+        if self.evictor is not None:
+            most = min(most, self.interval - 1)
+        if self.policy == "quest":
+            most = min(most, self.page - 1)  # more would need more of the budget
+        return dataclasses.replace(self, max_drafts=most)
+
     @property
     def policy_name(self) -> str:
         """Name of the policy."""
@@ -269,6 +277,15 @@ class CacheSpec:
     def pinned_pages(self) -> int:
         """Quest's last pages that every query reads: those of a step's tokens and one before."""
         return 1 + -(-self.queries // self.page)
+
+    def longest_text(self, trained: int) -> float:
+        """Tokens that a text may have with a model of so many ``trained`` positions.
+
+        Bounded where nothing is evicted, or old tokens never move.
+        """
+        if self.max_tokens is not None:
+            return min(self.max_tokens, trained)
+        return math.inf if self.by_rank or self.prefix == 0 else trained
 
     def observers(self, policy: "Policy") -> int:
         """How many queries vote under ``policy``."""

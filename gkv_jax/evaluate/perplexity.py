@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gkv_jax.cache import CacheSpec, cache_dtype, init_cache
-from gkv_jax.decode import prefill_chunk
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.prefill import pad
+from gkv_jax.prefill import pad, prefill_chunk
 
 
 def streaming_nll(

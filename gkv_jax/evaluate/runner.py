@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from gkv_jax.cache import Cache, CacheSpec, cache_dtype, commit, init_cache
 from gkv_jax.cache.report import report
-from gkv_jax.decode import StepInputs, forward
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.prefill import read_prompt
+from gkv_jax.step import StepInputs, forward
 
 
 @dataclasses.dataclass(frozen=True)

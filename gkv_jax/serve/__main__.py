@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop
 from gkv_jax.errors import UserError
 from gkv_jax.serve.settings import load_settings
@@ -39,6 +40,18 @@ def serve(
         int | None,
         typer.Option(help="Tokens of a long prompt that SnapKV selects to stay.  [0: no SnapKV]"),
     ] = None,
+    max_drafts: Annotated[
+        int | None,
+        typer.Option(help="Draft tokens that a step may verify; 0: no drafts.  [7]"),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="A smaller model of the same tokenizer that drafts, named as --model."),
+    ] = None,
+    verify: Annotated[
+        Verify | None,
+        typer.Option(help="Verify drafts where it has been seen to pay, or always.  [faster]"),
+    ] = None,
     loop: Annotated[
         Loop | None,
         typer.Option(help="Decode in one device program, or drive steps from the host.  [device]"),
@@ -59,9 +72,10 @@ def serve(
     once running requests are done. Exit code 2: something has to be said differently; one line on
     stderr tells what.
     """
-    cache = {"sinks": sinks, "window": window, "kept": kept}
+    cache = {"sinks": sinks, "window": window, "kept": kept, "max_drafts": max_drafts}
     flags: dict[str, Any] = {"model": model, "host": host, "port": port, "slots": slots}
-    settings = load_settings(config, flags | {"loop": loop, "cache": cache})
+    flags |= {"loop": loop, "draft": draft, "verify": verify, "cache": cache}
+    settings = load_settings(config, flags)
 
     # Imported here, so that --help and mistakes in flags are answered at once.
     from gkv_jax.serve.process import run

@@ -17,6 +17,7 @@ import jaxlib
 from fastapi import FastAPI
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gkv_jax
@@ -30,7 +31,9 @@ from gkv_jax.serve.errors import (
     install_handlers,
     invalid_guide,
     logger,
+    refused,
 )
+from gkv_jax.serve.metrics import Metrics
 from gkv_jax.serve.protocol import ChatCompletionRequest
 from gkv_jax.serve.replies import ChatCompletion, Health, Model, ModelList, Reply
 from gkv_jax.serve.settings import Limits
@@ -45,6 +48,7 @@ class _Service:
       engine: does the work.
       model: what clients call the model.
       limits: how much one request may ask for.
+      metrics: what ended requests are counted in.
       fingerprint: OpenAI's ``system_fingerprint``, see ``_fingerprint``.
       created: Unix time of the start.
     """
@@ -52,6 +56,7 @@ class _Service:
     engine: Engine
     model: str
     limits: Limits
+    metrics: Metrics
     fingerprint: str
     created: int
 
@@ -68,6 +73,7 @@ class _Service:
           ApiError: the request cannot be served.
         """
         sampling = asked.sampling(self.limits)
+        self._check_prediction(sampling.prediction)
         try:
             request = self.engine.prepare(asked.chat(), asked.guide(), sampling)
         except GuideError as error:
@@ -82,7 +88,7 @@ class _Service:
             code = "context_length_exceeded"
             raise ApiError(400, str(error), param="messages", code=code) from error
         except UserError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_prompt") from error
+            raise refused(error) from error
         if len(request.prompt) > self.limits.prompt_tokens:
             message = (
                 f"the messages are {len(request.prompt)} tokens long and this server reads at most "
@@ -91,15 +97,26 @@ class _Service:
             raise ApiError(400, message, param="messages", code="context_length_exceeded")
         return request
 
+    def _check_prediction(self, prediction: str | None) -> None:
+        """Raises ApiError if an answer as long as the prediction would not be allowed."""
+        if prediction is None:
+            return
+        tokens = self.engine.tokenizer.encode(prediction, add_special_tokens=False, verbose=False)
+        if len(tokens) > self.limits.completion_tokens:
+            message = (
+                f"prediction has {len(tokens)} tokens and this server writes at most "
+                f"{self.limits.completion_tokens}; shorten it or leave it out"
+            )
+            raise ApiError(400, message, param="prediction", code="invalid_value")
+
     def stream(self, request: Request, reply: Reply) -> "EventStream":
         """Submit a prepared request; its answer as server-sent events.
 
         Raises:
           EngineClosedError: the engine is closed.
         """
-        return EventStream(
-            request, _events(generation.submit(self.engine, request), request, reply)
-        )
+        pieces = generation.submit(self.engine, request, self.metrics.count)
+        return EventStream(request, _events(pieces, request, reply))
 
 
 def _log_failure(reply: Reply, error: Exception | None) -> None:
@@ -174,7 +191,12 @@ def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> F
       limits: how much one request may ask for; ``Limits()`` if None.
     """
     service = _Service(
-        engine, model, limits or Limits(), _fingerprint(engine, model), int(time.time())
+        engine,
+        model,
+        limits or Limits(),
+        Metrics(),
+        _fingerprint(engine, model),
+        int(time.time()),
     )
     # The pages for /docs and /redoc would come from elsewhere; /openapi.json is here.
     app = FastAPI(title="gkv_jax", version=gkv_jax.__version__, docs_url=None, redoc_url=None)
@@ -189,7 +211,7 @@ def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> F
         reply = Reply(model, service.fingerprint, include_usage=asked.include_usage)
         if asked.stream:
             return service.stream(request, reply)
-        result = await generation.result(engine, request, http)
+        result = await generation.result(engine, request, http, service.metrics.count)
         if request.cancelled:
             raise ApiError(499, "the client closed the connection")
         if result.finish_reason == "error":
@@ -209,6 +231,10 @@ def create_app(engine: Engine, *, model: str, limits: Limits | None = None) -> F
     @app.get("/health")
     async def health() -> Health:
         return Health(model=model, slots=engine.slots)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=Metrics.MEDIA_TYPE)
 
     return app
 

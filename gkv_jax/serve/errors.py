@@ -68,6 +68,15 @@ def invalid_guide(error: GuideError, name: str | None) -> ApiError:
     return ApiError(400, message, param="response_format", code=error.code)
 
 
+def refused(error: UserError) -> ApiError:
+    """What the engine does not take: a field of ``Sampling``, which it names first, or the messages."""
+    message = str(error)
+    if not message.startswith("sampling."):
+        return ApiError(400, message, param="messages", code="invalid_prompt")
+    message = message.removeprefix("sampling.")
+    return ApiError(400, message, param=message.partition(" ")[0], code="invalid_value")
+
+
 def failed_generation(error: Exception | None) -> ApiError:
     """A request that failed while it was running; the others in the batch were not disturbed."""
     if isinstance(error, DeadEndError):
@@ -117,7 +126,7 @@ def _internal() -> ApiError:
 def _http_error(request: Request, error: HTTPException) -> ApiError:
     line = f"{request.method} {request.url.path[:_ECHO_CHARACTERS]}"
     if error.status_code == 404:
-        served = "POST /v1/chat/completions, GET /v1/models, GET /health"
+        served = "POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics"
         return ApiError(404, f"Unknown URL: {line}; served are {served}", code="unknown_url")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")

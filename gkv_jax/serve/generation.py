@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import fastapi
 
@@ -12,8 +12,11 @@ from gkv_jax.sampling import Sampling
 from gkv_jax.serve.settings import Limits
 from grammar_host import Guide
 
+OnEnd = Callable[[Request], None]
+"""Told of each submitted request when it has ended, by the thread that feeds the device: it must be quick."""
 
-def submit(engine: Engine, request: Request) -> AsyncGenerator[Piece, None]:
+
+def submit(engine: Engine, request: Request, on_end: OnEnd) -> AsyncGenerator[Piece, None]:
     """Submit a prepared request, now; its output as it comes, until it ends for whatever reason.
 
     Leaving the generator early, by ``aclose`` or by cancellation, cancels the request. Waiting takes
@@ -26,6 +29,8 @@ def submit(engine: Engine, request: Request) -> AsyncGenerator[Piece, None]:
     arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     def sink(piece: Piece | None) -> None:
+        if piece is None:
+            on_end(request)
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads any more
             loop.call_soon_threadsafe(arrived.put_nowait, piece)
 
@@ -50,7 +55,7 @@ def leave(request: Request) -> None:
         request.cancel()
 
 
-async def result(engine: Engine, request: Request, http: fastapi.Request) -> Result:
+async def result(engine: Engine, request: Request, http: fastapi.Request, on_end: OnEnd) -> Result:
     """Submit a prepared request and wait for its end, which comes early if the client leaves.
 
     Raises:
@@ -64,7 +69,7 @@ async def result(engine: Engine, request: Request, http: fastapi.Request) -> Res
 
     watcher = asyncio.create_task(watch())
     try:
-        async with contextlib.aclosing(submit(engine, request)) as stream:
+        async with contextlib.aclosing(submit(engine, request, on_end)) as stream:
             async for _ in stream:
                 pass
     finally:

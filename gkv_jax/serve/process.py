@@ -51,7 +51,12 @@ def run(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _exit)
         with Engine.from_pretrained(
-            settings.model, cache=settings.cache, slots=settings.slots, loop=settings.loop
+            settings.model,
+            cache=settings.cache,
+            slots=settings.slots,
+            loop=settings.loop,
+            draft=settings.draft,
+            verify=settings.verify,
         ) as engine:
             warm_up(engine, settings.limits)
             try:

@@ -1,7 +1,7 @@
 """OpenAI's chat completion request as types, and what it means to the engine.
 
 A field is served, or accepted because it changes nothing, or refused with the way out: none is
-ignored. Served besides OpenAI's fields: ``top_k`` and ``min_p``.
+ignored. Served besides OpenAI's fields: ``top_k``, ``min_p``, ``jump``, ``lookup`` and ``draft_model``.
 """
 
 import secrets
@@ -18,9 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gkv_jax.drafts.drafter import Jump
 from gkv_jax.errors import UserError
 from gkv_jax.sampling import MAX_TEMPERATURE, Sampling
-from gkv_jax.serve.errors import ApiError
+from gkv_jax.serve.errors import ApiError, refused
 from gkv_jax.serve.settings import Limits
 from gkv_jax.serve.unserved import UNSERVED_IN_MESSAGES, UNSERVED_IN_REQUESTS, Unserved
 from grammar_host import Guide
@@ -145,6 +146,13 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
+class Prediction(_Strict):
+    """OpenAI's predicted outputs: a text that the answer is expected to resemble."""
+
+    type: Literal["content"]
+    content: Annotated[Text, BeforeValidator(_join_parts)]
+
+
 class ChatCompletionRequest(_Strict):
     """The body of ``POST /v1/chat/completions``.
 
@@ -171,6 +179,10 @@ class ChatCompletionRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    jump: Jump | None = Field(None, description="default verify")
+    lookup: bool | None = Field(None, description="default false")
+    draft_model: bool | None = Field(None, description="default true")
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -206,11 +218,13 @@ class ChatCompletionRequest(_Strict):
                 min_p=self.min_p or 0.0,
                 seed=secrets.randbits(63) if self.seed is None else self.seed,
                 stop=tuple(self.stop or ()),
+                jump=self.jump or "verify",
+                lookup=self.lookup or False,
+                prediction=None if self.prediction is None else self.prediction.content,
+                draft_model=self.draft_model is not False,
             )
         except UserError as error:
-            message = str(error).removeprefix("sampling.")  # the field's name, and what is wrong
-            param = message.partition(" ")[0]
-            raise ApiError(400, message, param=param, code="invalid_value") from error
+            raise refused(error) from error
 
     def check_stream(self) -> None:
         """Raises ApiError for stream options without a stream."""

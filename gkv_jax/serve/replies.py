@@ -11,18 +11,38 @@ from gkv_jax.request import Result
 FinishReason = Literal["stop", "length"]
 
 
+class CompletionTokensDetails(BaseModel):
+    """Tokens of the request's prediction that were verified, and right or not.
+
+    ``completion_tokens`` counts no rejected ones, nor accepted ones behind the start of a stop text.
+    """
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens read and written; the stop token is not counted."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails
 
     @classmethod
     def of(cls, result: Result) -> "Usage":
         """The usage of a finished request."""
         read, written = result.stats["prompt_tokens"], len(result.tokens)
-        return cls(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+        predicted = result.stats["drafts"].get("prediction", {"proposed": 0, "accepted": 0})
+        return cls(
+            prompt_tokens=read,
+            completion_tokens=written,
+            total_tokens=read + written,
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=predicted["accepted"],
+                rejected_prediction_tokens=predicted["proposed"] - predicted["accepted"],
+            ),
+        )
 
 
 class ResponseMessage(BaseModel):

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from gkv_jax.cache import CacheSpec
+from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop
 from gkv_jax.errors import UserError
-
-# No request of the server brings drafts, so room for them would only make every step wider.
-_CACHE_KEYS = tuple(f.name for f in dataclasses.fields(CacheSpec) if f.name != "max_drafts")
 
 T = TypeVar("T")
 
@@ -55,6 +53,8 @@ class Settings:
       port: TCP port; 0 takes a free one.
       slots: requests decoded at once; more of them queue.
       loop: which driver runs the decode steps, as in ``Engine``.
+      draft: the draft model, named as ``model`` is; None for none.
+      verify: when drafts are verified, as in ``Engine``.
       cache: size and policy of the cache of each slot.
       limits: how much one request may ask for.
 
@@ -67,11 +67,14 @@ class Settings:
     port: int = 8000
     slots: int = 8
     loop: Loop = "device"
-    cache: CacheSpec = dataclasses.field(default_factory=CacheSpec)
+    draft: str | None = None
+    verify: Verify = "faster"
+    cache: CacheSpec = dataclasses.field(default_factory=lambda: CacheSpec().with_drafts())
     limits: Limits = dataclasses.field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        for name in ("model", "host"):
+        names = ["model", "host"] if self.draft is None else ["model", "host", "draft"]
+        for name in names:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise UserError(f"{name} is {value!r}; it must be a non-empty string")
@@ -79,6 +82,8 @@ class Settings:
         _check_integer("slots", self.slots, 1, 4096)
         if self.loop not in get_args(Loop):
             raise UserError(f"loop is {self.loop!r}; choose from {get_args(Loop)}")
+        if self.verify not in get_args(Verify):
+            raise UserError(f"verify is {self.verify!r}; choose from {get_args(Verify)}")
 
 
 def load_settings(config: Path | None, flags: Mapping[str, Any]) -> Settings:
@@ -98,7 +103,8 @@ def load_settings(config: Path | None, flags: Mapping[str, Any]) -> Settings:
         raise UserError("no model; name one with --model or as 'model' in the --config file")
     # Whoever asks for kept tokens asks for the policy that selects them.
     cache.setdefault("policy", "snapkv" if cache.get("kept") else "window")
-    return Settings(**values, cache=CacheSpec(**cache))
+    spec = CacheSpec(**cache)
+    return Settings(**values, cache=spec if "max_drafts" in cache else spec.with_drafts())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -110,12 +116,11 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:  # invalid TOML or UTF-8
         raise UserError(f"config {path} is not valid TOML: {error}") from error
     _check_keys(path, "", values, [field.name for field in dataclasses.fields(Settings)])
-    tables = {"cache": _CACHE_KEYS, "limits": [f.name for f in dataclasses.fields(Limits)]}
-    for name, known in tables.items():
+    for name, kind in {"cache": CacheSpec, "limits": Limits}.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
             raise UserError(f"config {path}: {name} is {table!r}; write it as a table [{name}]")
-        _check_keys(path, f"{name}.", table, known)
+        _check_keys(path, f"{name}.", table, [field.name for field in dataclasses.fields(kind)])
     if "limits" in values:
         values["limits"] = Limits(**values["limits"])
     return values

@@ -59,7 +59,6 @@ UNSERVED_IN_REQUESTS: Mapping[str, Unserved] = {
     "function_call": Unserved(_NO_TOOLS, neutral=("none",)),
     "modalities": Unserved("text is what there is", neutral=(["text"],)),
     "audio": Unserved("text is what there is"),
-    "prediction": Unserved(_LEAVE_OUT),
     "reasoning_effort": Unserved("leave it out; max_completion_tokens bounds the answer"),
     "verbosity": Unserved("say in a message how long the answer shall be"),
     "service_tier": Unserved(_LEAVE_OUT, neutral=("auto", "default")),

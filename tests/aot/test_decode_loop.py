@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.compile_matrix.cases import Case
 from gkv_jax.cache import Cache, CacheSpec, init_cache
-from gkv_jax.decode import device_loop, prefill_chunk
+from gkv_jax.decode import device_loop
 from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
+from gkv_jax.prefill import prefill_chunk
 from gkv_jax.sampling import MAX_LOGPROBS, greedy_rows
 from gkv_jax.weights.parameters import tree_of
 from pallas_kernels.dispatch import Implementation

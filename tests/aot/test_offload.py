@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gkv_jax.cache import Cache, CacheSpec, Layout, init_cache
-from gkv_jax.decode import StepInputs, forward, prefill_chunk
 from gkv_jax.models.llama import Llama
+from gkv_jax.prefill import prefill_chunk
+from gkv_jax.step import StepInputs, forward
 from gkv_jax.weights.parameters import tree_of
 from tests.aot.hlo import Program
 from tests.aot.test_decode_loop import CONFIG as TWO_LAYERS

@@ -1,7 +1,9 @@
 """Every benchmark runs, on a tiny random model, and writes what it says. No timing is asserted."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +11,10 @@ import pytest
 
 from benchmarks import decode, fill, head, overlap, sampling
 from benchmarks.common import interleaved, medians
+from benchmarks.drafts import __main__ as drafts
+from benchmarks.drafts import ours
+from benchmarks.drafts.peers import LlamaCppPeer
+from benchmarks.maskbench.problems import Problem
 from benchmarks.vocabularies import grown_tokenizer
 from gkv_jax import CacheSpec
 from gkv_jax.models.llama import Llama
@@ -114,3 +120,89 @@ def test_fill(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for engines in tasks.values():
         for by_threads in engines.values():
             assert all(figure > 0 for each in by_threads.values() for figure in each.values())
+
+
+PEER = """
+import json, sys
+print(json.dumps({"versions": {"peer": "1"}}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    assert request["prompt"] and request["max_tokens"] == 40
+    title = request["schema"].get("title")
+    if title == "fatal":
+        break
+    if title == "refused":
+        print(json.dumps({"error": "no"}), flush=True)
+        continue
+    answer = {"text": '{"kind":"a"}', "tokens": [1, 2], "finished": True, "forwards": 3}
+    print(json.dumps(answer | {"first_seconds": 1.0, "seconds": 2.0}), flush=True)
+"""
+"""Says what ``llama_script.py`` says, and dies of a schema."""
+
+
+def test_drafts(
+    tiny: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ours, "SPEC", CacheSpec(sinks=2, window=446, max_drafts=3))
+    problems = [
+        Problem(name, schema, ())
+        for name, schema in {
+            "list": {"type": "array"},
+            "plain": _kind("plain"),
+            "refused": _kind("refused"),
+            "impossible": {"type": "object", "minProperties": 1, "maxProperties": 0},
+            "long": _kind("x" * 400),
+            "fatal": _kind("fatal"),
+            "again": _kind("again"),
+            "enough": _kind("enough"),
+        }.items()
+    ]
+    names = ["off", "verify", "force", "lookup"]
+
+    def run(resume: bool) -> dict[str, Any]:
+        with LlamaCppPeer([sys.executable, "-c", PEER]) as peer:
+            drafts.run(tiny, problems, 4, 40, [1, 2], names, tmp_path, llama=peer, resume=resume)
+        results: dict[str, Any] = json.loads((tmp_path / "drafts.json").read_text())
+        return results
+
+    results = run(resume=False)
+    out = capsys.readouterr().out
+    assert "forwards saved, verify, B=2" in out
+    assert "time to llama.cpp, force, B=1" in out
+    assert results["documents"] == ["plain", "refused", "fatal", "again"]
+    assert results["peer"] == {"peer": "1"}
+    errors = {where: [*documents] for where, documents in results["errors"].items() if documents}
+    assert errors == {"B=1 llama.cpp": ["refused", "fatal"]}
+    alone, together = results["figures"]["1"], results["figures"]["2"]
+    assert list(alone) == [*names, "transformers", "llama.cpp"]
+    assert list(together) == names
+    for figures in (alone, together):
+        for name in names:
+            assert figures[name]["finished"] == figures[name]["valid"] == 4
+        for name in ("off", "verify", "lookup"):
+            assert figures[name]["same_tokens"] == 4
+        assert figures["off"]["forwards"] == figures["off"]["tokens"] + 4  # the stop tokens
+        assert figures["off"]["drafts"] == {}
+    assert alone["transformers"]["documents"] == 4
+    assert (alone["llama.cpp"]["valid"], alone["llama.cpp"]["spent"]) == (2, 4.0)
+    ratio = results["ratios"]["1"]["verify"]["to llama.cpp"]
+    assert ratio["documents"] == 2
+    assert ratio["spent"] > 0
+    # Nothing is measured again, not even by the peer.
+    assert run(resume=True) | {"peer": {}, "environment": {}} == (
+        results | {"peer": {}, "environment": {}}
+    )
+
+
+def _kind(title: str) -> dict[str, Any]:
+    """An object of which the grammar forces most."""
+    return {
+        "title": title,
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b"]}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    }

@@ -1,5 +1,6 @@
 """The engine and its loop on a random tiny model, with scripted grammars where a real one is not it."""
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -35,7 +36,7 @@ TOKENIZER = byte_tokenizer()
 SPEC = CacheSpec(sinks=4, window=20, max_drafts=3, prefill_chunk=32)
 LONG = "A long prompt, longer than the window, so that prefill and ring have to turn around. " * 2
 
-make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, cache=SPEC, slots=4)
+make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, cache=SPEC, slots=4, verify="always")
 
 
 @pytest.fixture(scope="module", params=["device", "host"])
@@ -71,11 +72,11 @@ def alone() -> list[tuple[tuple[int, ...], str, str]]:
     return out
 
 
-def run(engine: Engine, order: Sequence[int], drafts: Any = None) -> list[Any]:
+def run(engine: Engine, order: Sequence[int], drafts: Any = None, **options: Any) -> list[Any]:
     return engine.generate(
         [WORK[i][0] for i in order],
         guide=[WORK[i][1] for i in order],
-        sampling=[WORK[i][2] for i in order],
+        sampling=[dataclasses.replace(WORK[i][2], **options) for i in order],
         drafts=drafts,
     )
 
@@ -115,7 +116,7 @@ def test_drafts_never_change_the_output(alone: list[Any], engine: Engine, seed: 
 
 def test_right_drafts_save_forward_passes(engine: Engine, alone: list[Any]) -> None:
     right = [ScriptedDrafts(expected) for expected, _, _ in alone]
-    for result in run(engine, range(len(WORK)), right):
+    for result in run(engine, range(len(WORK)), right, jump="off"):
         assert result.stats["drafts_accepted"] == result.stats["drafts_proposed"] > 0
         assert result.stats["forwards"] <= -(-(result.stats["tokens"] + 1) // SPEC.queries) + 1
 
@@ -246,7 +247,7 @@ def test_a_failing_device_program_fails_its_requests_and_not_the_engine(
 class _Broken:
     """A draft source that cannot propose."""
 
-    def propose(self, output: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, output: Sequence[int], ahead: Sequence[int], limit: int) -> Sequence[int]:
         raise RuntimeError("no drafts today")
 
 
@@ -287,14 +288,19 @@ def test_an_engine_that_cannot_get_a_cache_again_leaves_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make()
+    all_wait = threading.Event()
 
     def broken(*_: Any, **__: Any) -> None:
+        all_wait.wait()
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("gkv_jax.engine.device_loop", broken)
     monkeypatch.setattr("gkv_jax.engine.init_cache", broken)
-    results = engine.generate(["a"] * 6)
-    assert all("out of memory" in str(r.error) for r in results)
+    requests = [engine.prepare("a") for _ in range(6)]
+    for request in requests:
+        engine.submit(request)
+    all_wait.set()
+    assert all("out of memory" in str(request.result().error) for request in requests)
     with pytest.raises(EngineClosedError):
         engine.generate("a")
 

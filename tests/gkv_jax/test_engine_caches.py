@@ -44,7 +44,9 @@ WORK: list[tuple[str, Guide | None, Sampling]] = [
     (LONG[3:], None, Sampling(max_tokens=40, temperature=1.1, seed=3)),
 ]
 
-make = functools.partial(Engine, MODEL, tokenizer=TOKENIZER, params=PARAMS, slots=2)
+make = functools.partial(
+    Engine, MODEL, tokenizer=TOKENIZER, params=PARAMS, slots=2, verify="always"
+)
 
 
 def run(engine: Engine, drafts: Any = None, **options: Any) -> list[Any]:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from gkv_jax import CacheSpec, Engine, Guide, Result, Sampling, ScriptedDrafts, UserError
 from gkv_jax.cache import init_cache
-from gkv_jax.decode import _top_k_by_passes, prefill_chunk
 from gkv_jax.models.llama import Llama
+from gkv_jax.prefill import prefill_chunk
+from gkv_jax.step import _top_k_by_passes
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
 # Wide enough for tiles of the vocabulary; the tokenizer's 259 tokens lie in five of the first.

@@ -117,7 +117,7 @@ def test_rows_follow_the_drafts():
         advanced=2,
         rolled_back=1,
         drafts_proposed=2,
-        drafts_refused=0,
+        drafts_usable=2,
         fill_seconds=batch.counters(0).fill_seconds,
     )
     assert batch.counters(0).fill_seconds > 0
@@ -128,16 +128,20 @@ def test_drafts_are_cut_where_they_cannot_be_used():
     batch.admit(0, scripted_matcher(LETTERS))
     batch.admit(1, None)
     assert batch.propose(0, [97, 98, 99, 100]) == [97, 98, 99]  # at most three
-    assert batch.propose(0, [97, STOP, 98]) == [97]  # before a stop token
+    assert batch.counters(0).drafts_past_limit == 1
+    assert batch.propose(0, [97, STOP, 98, 99]) == [97]  # before a stop token
+    assert batch.counters(0).drafts_past_stop == 2
+    assert batch.counters(0).drafts_past_limit == 2
     assert batch.propose(0, [97, VOCAB_SIZE, 98]) == [97]  # outside of the vocabulary
     assert batch.propose(0, [-1]) == []
-    assert batch.counters(0).drafts_refused == 0
+    assert batch.counters(0).drafts_refused == 3
     assert batch.propose(0, [97, 97, 98]) == [97]  # the grammar refuses the second
-    assert batch.counters(0).drafts_refused == 2
+    assert batch.counters(0).drafts_refused == 5
     assert batch.propose(0, []) == []
     assert batch.propose(1, [5, STOP, 7, 8]) == [5, STOP, 7]  # free text knows no stop tokens
     assert batch.propose(1, [5, VOCAB_SIZE, 7]) == [5]
-    assert batch.counters(0).drafts_proposed == 4 + 3 + 3 + 1 + 3
+    assert batch.counters(0).drafts_proposed == 4 + 4 + 3 + 1 + 3
+    assert batch.counters(0).drafts_usable == 3 + 1 + 1 + 1
     assert batch.failure(0) is None
 
 
@@ -151,14 +155,30 @@ def test_drafts_are_forgotten_after_their_step():
     assert [legal_row(row) for row in masks[0]] == [[66, 98]] * 3
 
 
-def test_a_second_fill_starts_again_from_the_accepted_text():
+def test_a_second_fill_leaves_the_masks_as_they_are():
     batch = GuidedBatch(1, 2, VOCAB_SIZE)
     batch.admit(0, MATCHERS["schema"]())
     batch.propose(0, tokenize('{"name"')[:2])
-    first, _ = fill(batch)
-    second, _ = fill(batch)
-    np.testing.assert_array_equal(first, second)
+    masks, enabled = fill(batch)
+    first = masks.copy()
+    batch.fill(masks, enabled)
+    np.testing.assert_array_equal(first, masks)
+    assert (batch.counters(0).steps, batch.counters(0).filled) == (1, 3)
     assert batch.advance(0, tokenize('{"name"')) == len(tokenize('{"name"'))
+
+
+def test_a_step_whose_tokens_never_came_did_not_happen():
+    batch = GuidedBatch(1, 2, VOCAB_SIZE)
+    batch.admit(0, scripted_matcher(LETTERS))
+    batch.propose(0, [97, 98])
+    fill(batch)
+    assert batch.propose(0, [65]) == [65]
+    masks, _ = fill(batch)
+    assert [legal_row(row) for row in masks[0]] == [[65, 97], [66, 98], [66, 98]]
+    assert batch.advance(0, [65, 66]) == 2
+    counters = batch.counters(0)
+    assert (counters.steps, counters.filled, counters.accepted) == (2, 5, 2)
+    assert (counters.advanced, counters.rolled_back) == (3, 2)
 
 
 @settings(deadline=None, max_examples=25)
@@ -332,6 +352,8 @@ def test_misuse_is_refused():
     for call in (
         lambda: batch.release(0),
         lambda: batch.propose(0, []),
+        lambda: batch.extend(0, []),
+        lambda: batch.forced(0),
         lambda: batch.advance(0, []),
         lambda: batch.failure(0),
         lambda: batch.counters(0),
@@ -357,6 +379,9 @@ def test_misuse_is_refused():
         (np.zeros((2, 2, WORDS + 1), np.int32), np.zeros((2, 2), np.int32)),
         (np.zeros((2, 2, 2 * WORDS), np.int32)[..., ::2], np.zeros((2, 2), np.int32)),
         (np.zeros((2, 2, WORDS), np.int32), np.zeros((2, 3), np.int32)),
+        (np.zeros((2, 3, WORDS), np.int32), np.zeros((2, 3), np.int32)),
+        (np.zeros((2, 0, WORDS), np.int32), np.zeros((2, 0), np.int32)),
+        (np.zeros((2, 1, WORDS), np.int32), np.zeros((2, 2), np.int32)),
         (np.zeros((2, 2, WORDS), np.int32), None),
     ],
 )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, Evidence, Policy, commit, init_cache, reset_row
-from gkv_jax.decode import StepInputs, forward
 from gkv_jax.prefill import read_prompt
+from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache.evicting import EvictingList
 from tests.gkv_jax.cache.test_streaming import CONFIG, MODEL, PARAMS, TEXT, close, inputs_for
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, init_cache
-from gkv_jax.decode import StepInputs, forward, prefill_chunk
 from gkv_jax.models.llama import Llama
+from gkv_jax.prefill import prefill_chunk
+from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.tiny import random_params, tiny_config
 
 CONFIG = tiny_config()

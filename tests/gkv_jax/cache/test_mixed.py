@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, Layout, check_layers, commit, init_cache, reset_row
-from gkv_jax.decode import StepInputs, forward, prefill_chunk
 from gkv_jax.errors import UserError
 from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import AttentionLayer, Decoder
-from gkv_jax.prefill import read_prompt
+from gkv_jax.prefill import prefill_chunk, read_prompt
 from gkv_jax.rope import Rope, inverse_frequencies
+from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache.evicting import EvictingList
 from tests.gkv_jax.cache.test_streaming import close, inputs_for
 from tests.gkv_jax.models.mixed import WINDOW, gemma_like, gpt_oss_like

@@ -39,11 +39,11 @@ from hypothesis import strategies as st
 
 from gkv_jax.cache import Cache, CacheSpec, Evidence, Policy, init_cache, reset_row
 from gkv_jax.cache.prompt import select
-from gkv_jax.decode import StepInputs, forward, prefill_chunk, prefill_whole
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Attend, Params
-from gkv_jax.prefill import read_prompt
+from gkv_jax.prefill import prefill_chunk, prefill_whole, read_prompt
 from gkv_jax.rope import inverse_frequencies
+from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache import test_evict, test_streaming
 from tests.gkv_jax.cache.test_streaming import CONFIG, MODEL, PARAMS, SPEC, TEXT, close, inputs_for
 from tests.gkv_jax.tiny import random_params, tiny_config

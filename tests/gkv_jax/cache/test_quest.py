@@ -12,9 +12,9 @@ from gkv_jax.cache import Cache, CacheSpec, init_cache, reset_row
 from gkv_jax.cache.quest import choose_pages, page_bounds, page_scores
 from gkv_jax.cache.segments import EMPTY, LayerCache
 from gkv_jax.cache.storage import load
-from gkv_jax.decode import StepInputs, forward
 from gkv_jax.models.llama import Llama
 from gkv_jax.prefill import read_prompt
+from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache.test_streaming import TEXT, close, inputs_for
 from tests.gkv_jax.oracle import Entry, ListCache
 from tests.gkv_jax.tiny import random_params, tiny_config

@@ -11,7 +11,7 @@ from gkv_jax.cache import Cache, CacheSpec, init_cache
 from gkv_jax.cache.policies.snapkv import SNAPKV
 from gkv_jax.cache.prompt import PromptLayer, select
 from gkv_jax.cache.segments import EMPTY
-from gkv_jax.decode import prefill_chunk, prefill_whole
+from gkv_jax.prefill import prefill_chunk, prefill_whole
 from tests.gkv_jax.cache.test_streaming import CONFIG, MODEL, PARAMS, TEXT, inputs_for, step
 from tests.gkv_jax.oracle import ListCache
 

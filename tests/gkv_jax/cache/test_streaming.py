@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkv_jax.cache import Cache, CacheSpec, init_cache, reset_row
-from gkv_jax.decode import StepInputs, forward, prefill_chunk
 from gkv_jax.models.llama import Llama
+from gkv_jax.prefill import prefill_chunk
+from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.oracle import ListCache
 from tests.gkv_jax.tiny import random_params, tiny_config
 

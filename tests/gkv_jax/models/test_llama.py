@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.peer import llama_for_causal_lm
 from gkv_jax import CacheSpec, Engine, Sampling
 from gkv_jax.cache import init_cache
-from gkv_jax.decode import prefill_chunk
 from gkv_jax.models.llama import Llama
+from gkv_jax.prefill import prefill_chunk
 from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_config
 from gkv_jax.weights.parameters import fill_params, placer
 from gkv_jax.weights.registry import LoadedModel

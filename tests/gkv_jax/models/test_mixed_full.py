@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, init_cache
-from gkv_jax.decode import StepInputs, forward, prefill_chunk
 from gkv_jax.models.config import ModelConfig, YarnScaling
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Attend, Decoder
+from gkv_jax.prefill import prefill_chunk
 from gkv_jax.rope import rotate
+from gkv_jax.step import StepInputs, forward
 from gkv_jax.weights.parameters import fill_params, placer
 from tests.gkv_jax.models.mixed import WINDOW, gemma_like, gpt_oss_like
 

@@ -80,9 +80,10 @@ def tiny_engine(cache: CacheSpec | None = None, slots: int = 4) -> Engine:
         Llama(config),
         random_params(config),
         byte_tokenizer(),
-        cache=cache or CacheSpec(sinks=4, window=60),
+        cache=cache or CacheSpec(sinks=4, window=60).with_drafts(),
         slots=slots,
         stop_token_ids=(STOP,),
+        verify="always",  # by the clock, nobody could say what is drafted
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Message
 
 from gkv_jax import CacheSpec, Sampling
-from gkv_jax.request import RequestCancelled
+from gkv_jax.request import Request, RequestCancelled
 from gkv_jax.serve import generation
 from gkv_jax.serve.app import EventStream
 from gkv_jax.serve.settings import Limits
@@ -283,6 +283,7 @@ def test_a_closed_engine_is_a_503_before_anything_is_sent(stream: bool) -> None:
 def test_a_client_that_left_before_the_first_event_frees_its_slot() -> None:
     with tiny_engine() as engine:
         endless = engine.prepare("hi", Guide.json_schema(ENDLESS), Sampling(max_tokens=20_000))
+        ended: list[Request] = []
 
         async def leave_at_once() -> None:
             async def events() -> AsyncIterator[dict[str, str]]:
@@ -295,13 +296,14 @@ def test_a_client_that_left_before_the_first_event_frees_its_slot() -> None:
             async def send(_: Message) -> None:
                 raise OSError("the client is gone")
 
-            generation.submit(engine, endless)
+            generation.submit(engine, endless, ended.append)
             response = EventStream(endless, events())
             with contextlib.suppress(OSError):
                 await response({"type": "http", "method": "POST"}, receive, send)
 
         asyncio.run(leave_at_once())
         assert isinstance(endless.result().error, RequestCancelled)
+        wait_for(lambda: ended == [endless])
 
 
 def test_fingerprint_changes_with_what_changes_results() -> None:

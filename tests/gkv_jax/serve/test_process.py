@@ -40,7 +40,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
-        timer = threading.Timer(120, running.kill)
+        timer = threading.Timer(300, running.kill)
         timer.start()
         try:
             yield running

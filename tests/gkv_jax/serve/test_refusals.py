@@ -7,10 +7,13 @@ from typing import Any
 import openai
 import pytest
 
+from gkv_jax import CacheSpec
+from gkv_jax.drafts import MAX_PREDICTION_TOKENS
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.protocol import ChatCompletionRequest
+from gkv_jax.serve.settings import Limits
 from gkv_jax.serve.unserved import UNSERVED_IN_MESSAGES, UNSERVED_IN_REQUESTS
-from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served
+from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -21,6 +24,10 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | fields}
+
+
+def predicted(content: Any) -> dict[str, Any]:
+    return {"type": "content", "content": content}
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
@@ -79,6 +86,21 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.schema",
         "missing_required_parameter",
     ),
+    ({"prediction": {"content": "a"}}, "prediction.type", "missing_required_parameter"),
+    ({"prediction": {"type": "text", "content": "a"}}, "prediction.type", "invalid_value"),
+    ({"prediction": predicted(5)}, "prediction.content", "invalid_type"),
+    ({"prediction": predicted([{"type": "image"}])}, "prediction.content", "invalid_value"),
+    ({"prediction": predicted("")}, "prediction", "invalid_value"),
+    ({"prediction": predicted([])}, "prediction", "invalid_value"),
+    (
+        {"prediction": predicted("x" * (LIMITS.completion_tokens + 1))},
+        "prediction",
+        "invalid_value",
+    ),
+    ({"jump": "always"}, "jump", "invalid_value"),
+    ({"jump": True}, "jump", "invalid_value"),
+    ({"lookup": 1}, "lookup", "invalid_type"),
+    ({"draft_model": "other"}, "draft_model", "invalid_type"),
     ({"model": 5}, "model", "invalid_type"),
 ]
 
@@ -130,6 +152,23 @@ def test_what_sampling_refuses_names_its_field() -> None:
     with pytest.raises(ApiError, match=r"^temperature is 2000\.0; ") as raised:
         asked.sampling(LIMITS)
     assert (raised.value.status, raised.value.param) == (400, "temperature")
+
+
+def test_what_the_engine_refuses_names_its_field() -> None:
+    """Predictions have a limit of their own; and with no room for drafts there is no use for any."""
+    limits = Limits(completion_tokens=100_000)
+    with tiny_engine(CacheSpec(sinks=4, window=60)) as narrow, serving(narrow, limits) as served:
+        for name, value in [("lookup", True), ("prediction", predicted("a"))]:
+            status, error = post_fields(served, {name: value})
+            assert (status, error["param"], error["code"]) == (400, name, "invalid_value")
+            assert error["message"].startswith(f"{name} is given, but cache.max_drafts is 0")
+        # What asks for no room is served.
+        assert served.chat(max_tokens=2, extra_body={"lookup": False, "jump": "force"}).choices
+    with tiny_engine() as wide, serving(wide, limits) as served:
+        long = predicted("x" * (MAX_PREDICTION_TOKENS + 1))
+        status, error = post_fields(served, {"prediction": long})
+        assert (status, error["param"], error["code"]) == (400, "prediction", "invalid_value")
+        assert str(MAX_PREDICTION_TOKENS) in error["message"]
 
 
 @pytest.mark.parametrize(("schema", "code"), BAD_SCHEMAS)

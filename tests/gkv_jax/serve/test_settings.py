@@ -1,6 +1,7 @@
 """The command line and its configuration file."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from gkv_jax import CacheSpec, UserError
+from gkv_jax.serve import process
 from gkv_jax.serve.__main__ import main
 from gkv_jax.serve.process import public_name
 from gkv_jax.serve.settings import Limits, Settings, load_settings
@@ -39,7 +41,7 @@ def test_flags_override_the_file(config: Any) -> None:
     )
     settings = load_settings(path, {"port": 2, "slots": None, "cache": {"window": 40}})
     assert settings == Settings(
-        "a", port=2, cache=CacheSpec(sinks=2, window=40), limits=Limits(body_bytes=9)
+        "a", port=2, cache=CacheSpec(sinks=2, window=40, max_drafts=7), limits=Limits(body_bytes=9)
     )
 
 
@@ -49,12 +51,47 @@ def test_kept_tokens_mean_snapkv() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cache", "flag", "expected"),
+    [
+        ("", None, 7),
+        ("max_drafts = 3", None, 3),
+        ("max_drafts = 3", 0, 0),
+        ('policy = "h2o"\nkept = 8\ninterval = 4', None, 3),
+        ('policy = "tova"\nkept = 8', None, 0),
+    ],
+)
+def test_room_for_drafts_is_what_is_said_or_what_the_policy_can_take_back(
+    config: Any, cache: str, flag: int | None, expected: int
+) -> None:
+    path = config(f'model = "a"\n[cache]\n{cache}')
+    assert load_settings(path, {"cache": {"max_drafts": flag}}).cache.max_drafts == expected
+
+
+def test_draft_and_verify_reach_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+
+    def from_pretrained(name: str, **options: Any) -> Any:
+        given.update(options, model=name)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(process.Engine, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    arguments = ["--model", "a", "--port", "0", "--max-drafts", "5"]
+    assert main([*arguments, "--draft", "b", "--verify", "always"]) == 2
+    assert "far enough" in capsys.readouterr().err
+    assert (given["model"], given["draft"], given["verify"]) == ("a", "b", "always")
+    assert given["cache"].max_drafts == 5
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("port = 1", "no model"),
         ('model = "a"\nprot = 1', "unknown key 'prot'"),
         ('model = "a"\n[cache]\nsink = 1', "unknown key 'cache.sink'"),
-        ('model = "a"\n[cache]\nmax_drafts = 1', "unknown key 'cache.max_drafts'"),
+        ('model = "a"\n[cache]\nmax_drafts = -1', "cache.max_drafts is -1"),
         ('model = "a"\n[limits]\nbody = 1', "unknown key 'limits.body'"),
         ('model = "a"\ncache = 5', "write it as a table"),
         ('model = "a"\n[cache]\nwindow = 0', "cache.window"),
@@ -63,6 +100,9 @@ def test_kept_tokens_mean_snapkv() -> None:
         ('model = "a"\nport = 70000', "port is 70000"),
         ('model = "a"\nslots = true', "slots is True"),
         ('model = "a"\nloop = "fast"', "loop is 'fast'"),
+        ('model = "a"\nverify = "never"', "verify is 'never'"),
+        ('model = "a"\ndraft = ""', "draft is ''"),
+        ('model = "a"\ndraft = false', "draft is False"),
         ("model = 5", "model is 5"),
         ("model = ", "not valid TOML"),
     ],
@@ -81,6 +121,8 @@ def test_bad_file(config: Any, text: str, complaint: str) -> None:
         (["--model", "a", "--loop", "fast"], "--loop"),
         (["--model", "a", "--slots", "0"], "slots is 0"),
         (["--model", "a", "--window", "-1"], "cache.window is -1"),
+        (["--model", "a", "--max-drafts", "-1"], "cache.max_drafts is -1"),
+        (["--model", "a", "--verify", "never"], "--verify"),
         (["--config", "nowhere.toml"], "nowhere.toml cannot be read"),
         (["--model", "a", "--host", "256.0.0.1"], "256.0.0.1"),
     ],
@@ -109,7 +151,11 @@ def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for flag in ("model", "host", "port", "slots", "sinks", "window", "kept", "loop", "config"):
+    flags = [
+        "model", "host", "port", "slots", "sinks", "window", "kept",
+        "max-drafts", "draft", "verify", "loop", "config",
+    ]  # fmt: skip
+    for flag in flags:
         assert f"--{flag} " in text
 
 
@@ -133,8 +179,8 @@ def test_unknown_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_importing_the_library_leaves_the_server_out() -> None:
     code = (
         "import gkv_jax, sys; "
-        "assert not {'fastapi', 'uvicorn', 'pydantic', 'sse_starlette', 'gkv_jax.serve'} "
-        "& sys.modules.keys()"
+        "assert not {'fastapi', 'uvicorn', 'pydantic', 'sse_starlette', 'prometheus_client', "
+        "'gkv_jax.serve'} & sys.modules.keys()"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
