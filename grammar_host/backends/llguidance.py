@@ -218,6 +218,9 @@ class LLGuidanceMatcher(EngineMatcher):
     The engine knows of no end of text, and never sees a stop token: its stop tokens belong to the
     vocabulary, ours to the generation. It never leaves an error state either, and a dead end is
     one; then it is dropped, and another one replays the tokens when it is needed.
+
+    Nor does it ever go back: LLGuidance 1.9.1 keeps the last mask under a key that a rollback and other
+    tokens may lead to again, where it is wrong. A rollback takes a copy of an engine that stays behind.
     """
 
     def __init__(
@@ -242,6 +245,9 @@ class LLGuidanceMatcher(EngineMatcher):
         self._terminated = terminated
         self._prototype: Any = None
         self._engine: Any = None
+        self._behind: Any = None
+        """An engine after the first ``_num_behind`` tokens, which has computed no mask."""
+        self._num_behind = 0
 
     def accept_token(self, token_id: int) -> bool:
         if token_id in self._roles.stops:
@@ -263,8 +269,7 @@ class LLGuidanceMatcher(EngineMatcher):
             num_tokens -= 1
         if num_tokens:
             del self._tokens[-num_tokens:]
-            if self._engine is not None and not self._engine.rollback(num_tokens):
-                self._engine = None
+            self._engine = self._at_tokens()
 
     def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int) -> None:
         engine = self._live()
@@ -304,7 +309,21 @@ class LLGuidanceMatcher(EngineMatcher):
         """The engine's matcher after the tokens, one that works."""
         if self._engine is None or self._prototype is not self._engines.prototype:
             self._engine, self._prototype = self._engines.after(self._tokens)
+            self._behind = None
         return self._engine
+
+    def _at_tokens(self) -> Any:
+        """A new engine after the tokens; None if it takes a new lexer to have one."""
+        if self._prototype is not self._engines.prototype:
+            return None
+        if self._behind is None or self._num_behind > len(self._tokens):
+            self._behind, self._num_behind = self._prototype.deep_copy(), 0
+        missing = self._tokens[self._num_behind :]
+        if missing and not self._behind.consume_tokens(missing):
+            self._behind = None
+            return None
+        self._num_behind = len(self._tokens)
+        return self._behind.deep_copy()
 
     def _ends_with(self, token_id: int) -> bool:
         """Whether the grammar takes this stop token for its last symbol."""
