@@ -38,6 +38,9 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 Loop = Literal["device", "host"]
 
+Quantization = Literal["int8"]
+"""How weights are rounded when a model is loaded: ``int8`` with a scale per output."""
+
 
 class Engine:
     """Guided generation with a bounded cache.
@@ -134,6 +137,7 @@ class Engine:
         name: str,
         *,
         dtype: str | None = None,
+        quantize: Quantization | None = None,
         cache: CacheSpec | None = None,
         slots: int = 8,
         loop: Loop = "device",
@@ -146,8 +150,9 @@ class Engine:
         """Load a model by registry name, local folder, GGUF file or Hugging Face id.
 
         ``dtype`` is that of weights and cache: by default bfloat16 on accelerators and float32 on
-        CPUs, where bfloat16 is emulated. ``draft`` is a draft model, by such a name or as it is. The rest
-        is as in ``Engine``.
+        CPUs, where bfloat16 is emulated. ``quantize="int8"`` rounds the weights, which makes
+        steps on CPUs about twice as fast. ``draft`` is a draft model, by such a name or as it is. The
+        rest is as in ``Engine``.
 
         Raises:
           UserError: an unknown name (the known are listed), damaged or unserved files.
@@ -155,14 +160,18 @@ class Engine:
         from gkv_jax.models.llama import Llama
         from gkv_jax.weights.registry import load_model
 
+        if quantize not in (None, *get_args(Quantization)):
+            raise UserError(f"quantize is {quantize!r}; choose from {get_args(Quantization)}")
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
         def load(name: str) -> tuple[Llama, Params, Any]:
             loaded = load_model(name, dtype=dtype)
             model = Llama(loaded.config)
-            # The checkpoint's layout is not needed beside the cache.
-            return model, model.from_checkpoint(loaded.params), loaded.tokenizer
+            params = model.from_checkpoint(loaded.params)
+            tokenizer = loaded.tokenizer
+            del loaded  # the checkpoint's layout is not needed beside the cache
+            return model, params if quantize is None else jax.jit(model.quantize)(params), tokenizer
 
         model, params, tokenizer = load(name)
         return cls(

@@ -11,6 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from gkv_jax.drafts.drafter import Jump
+from gkv_jax.engine import Quantization
 from gkv_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def generate(
     model: Annotated[
         str, typer.Option(help="Registry name, folder, .gguf file or Hugging Face id.")
     ] = "smollm2-135m-instruct",
+    quantize: Annotated[
+        Quantization | None, typer.Option(help="Round the weights when they are loaded.")
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
@@ -194,7 +198,9 @@ def generate(
         lookup=lookup,
         prediction=None if prediction is None else _from_file(str, "prediction", prediction),
     )
-    with Engine.from_pretrained(model, cache=spec, slots=1, draft=draft) as engine:
+    with Engine.from_pretrained(
+        model, cache=spec, slots=1, quantize=quantize, draft=draft
+    ) as engine:
         text_or_chat = prompt if raw else _conversation(prompt)
         request = engine.prepare(
             text_or_chat,

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from gkv_jax.rope import Rope
+from pallas_kernels.masked_head import Head
 
 Params = Any
 """A pytree of arrays; its layout belongs to the model."""
@@ -88,8 +89,8 @@ class Decoder(Protocol):
         """Tokens ``[B,N]`` int32 to final hidden states ``[B,N,Dm]``, normalised."""
         ...
 
-    def head(self, params: Params) -> jax.Array:
-        """The LM head ``[V,Dm]``: the embedding, where the two are tied.
+    def head(self, params: Params) -> Head:
+        """The LM head ``[V,Dm]``: the embedding, where the two are tied; or an ``Int8Matrix``.
 
         Decoding samples from ``hidden @ head.T`` and calls ``logits`` nowhere.
         """

@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from gkv_jax.drafts.widths import Verify
-from gkv_jax.engine import Loop
+from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
 from gkv_jax.serve.settings import load_settings
 from grammar_host import GrammarError
@@ -44,6 +44,10 @@ def serve(
         int | None,
         typer.Option(help="Draft tokens that a step may verify; 0: no drafts.  [7]"),
     ] = None,
+    quantize: Annotated[
+        Quantization | None,
+        typer.Option(help="Round the weights when they are loaded.  [not]"),
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Option(help="A smaller model of the same tokenizer that drafts, named as --model."),
@@ -74,7 +78,7 @@ def serve(
     """
     cache = {"sinks": sinks, "window": window, "kept": kept, "max_drafts": max_drafts}
     flags: dict[str, Any] = {"model": model, "host": host, "port": port, "slots": slots}
-    flags |= {"loop": loop, "draft": draft, "verify": verify, "cache": cache}
+    flags |= {"loop": loop, "quantize": quantize, "draft": draft, "verify": verify, "cache": cache}
     settings = load_settings(config, flags)
 
     # Imported here, so that --help and mistakes in flags are answered at once.

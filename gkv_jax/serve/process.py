@@ -55,6 +55,7 @@ def run(settings: Settings) -> None:
             cache=settings.cache,
             slots=settings.slots,
             loop=settings.loop,
+            quantize=settings.quantize,
             draft=settings.draft,
             verify=settings.verify,
         ) as engine:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts.widths import Verify
-from gkv_jax.engine import Loop
+from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class Settings:
       port: TCP port; 0 takes a free one.
       slots: requests decoded at once; more of them queue.
       loop: which driver runs the decode steps, as in ``Engine``.
+      quantize: how weights are rounded when they are loaded, as in ``Engine.from_pretrained``.
       draft: the draft model, named as ``model`` is; None for none.
       verify: when drafts are verified, as in ``Engine``.
       cache: size and policy of the cache of each slot.
@@ -67,6 +68,7 @@ class Settings:
     port: int = 8000
     slots: int = 8
     loop: Loop = "device"
+    quantize: Quantization | None = None
     draft: str | None = None
     verify: Verify = "faster"
     cache: CacheSpec = dataclasses.field(default_factory=lambda: CacheSpec().with_drafts())
@@ -82,6 +84,10 @@ class Settings:
         _check_integer("slots", self.slots, 1, 4096)
         if self.loop not in get_args(Loop):
             raise UserError(f"loop is {self.loop!r}; choose from {get_args(Loop)}")
+        if self.quantize not in (None, *get_args(Quantization)):
+            raise UserError(
+                f"quantize is {self.quantize!r}; choose from {get_args(Quantization)}, or leave it out"
+            )
         if self.verify not in get_args(Verify):
             raise UserError(f"verify is {self.verify!r}; choose from {get_args(Verify)}")
 

@@ -1,6 +1,6 @@
 """The LM head, read only where some row has a legal token, fused with the sampler."""
 
 from pallas_kernels.masked_head.api import HeadSample, masked_head, sample_active
-from pallas_kernels.masked_head.project import project
+from pallas_kernels.masked_head.project import Head, project
 
-__all__ = ["HeadSample", "masked_head", "project", "sample_active"]
+__all__ = ["Head", "HeadSample", "masked_head", "project", "sample_active"]

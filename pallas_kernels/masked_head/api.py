@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.masked_head.project import project
+from pallas_kernels.int8_matmul import Int8Matrix
+from pallas_kernels.masked_head.project import Head, project
 from pallas_kernels.masked_sample.api import check_sampling, masked_sample
 from pallas_kernels.masked_sample.rows import Rows
 
@@ -29,7 +30,7 @@ class HeadSample(NamedTuple):
 
 def masked_head(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Head,
     bitmask: jax.Array,
     enabled: jax.Array,
     positions: jax.Array,
@@ -47,7 +48,8 @@ def masked_head(
 
     Args:
       hidden: final hidden states `[B,N,Dm]`: float32, bfloat16 or float16.
-      head: `[V,Dm]` of the same dtype; the embedding, where it is tied.
+      head: `[V,Dm]` of the same dtype; the embedding, where it is tied. Or an `Int8Matrix` of that shape
+        and dtype, which XLA multiplies.
       bitmask, enabled, positions, rows, implementation: as in `pallas_kernels.masked_sample`.
 
     Raises:
@@ -73,7 +75,7 @@ def masked_head(
 
 def sample_active(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Head,
     bitmask: jax.Array,
     enabled: jax.Array,
     positions: jax.Array,
@@ -92,9 +94,9 @@ def sample_active(
     return HeadSample(*module.sample_active(hidden, head, bitmask, enabled, positions, rows))
 
 
-def _choose(
-    hidden: jax.Array, head: jax.Array, implementation: Implementation | None
-) -> ModuleType:
+def _choose(hidden: jax.Array, head: Head, implementation: Implementation | None) -> ModuleType:
+    if isinstance(head, Int8Matrix):  # the kernels read floating heads
+        implementation = "xla"
     return dispatch.choose(
         "masked_head",
         implementation,
@@ -104,7 +106,7 @@ def _choose(
 
 def _check(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Head,
     bitmask: jax.Array,
     enabled: jax.Array,
     positions: jax.Array,
@@ -115,7 +117,7 @@ def _check(
             f"hidden: must be float [B,N,Dm] with B, N = {list(positions.shape)} as in positions, "
             f"got {hidden.dtype} {list(hidden.shape)}"
         )
-    if head.dtype != hidden.dtype or head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
+    if head.dtype != hidden.dtype or len(head.shape) != 2 or head.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"head: must be {hidden.dtype} [V,{hidden.shape[-1]}], got {head.dtype} {list(head.shape)}"
         )

@@ -10,7 +10,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
-from pallas_kernels.masked_head.project import project
+from pallas_kernels.int8_matmul import Int8Matrix
+from pallas_kernels.masked_head.project import Head, project
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import xla as sampler
 from pallas_kernels.masked_sample.rows import Rows
@@ -29,7 +30,7 @@ def unsupported(dtype: DTypeLike, hidden_shape: tuple[int, ...], vocab_size: int
 
 def sample_active(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Head,
     bitmask: jax.Array,
     enabled: jax.Array,
     positions: jax.Array,
@@ -58,9 +59,15 @@ def sample_active(
     return lax.cond(few, active_only, at_once)
 
 
+def _rows(head: Head, start: jax.Array) -> Head:
+    if isinstance(head, Int8Matrix):
+        return head.rows(start, TILE)
+    return lax.dynamic_slice_in_dim(head, start, TILE)
+
+
 def _visit(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Head,
     words: jax.Array,
     positions: jax.Array,
     rows: Rows,
@@ -73,7 +80,7 @@ def _visit(
         def one(index: jax.Array, best: sampler.Best) -> sampler.Best:
             # A tile that would stick out begins earlier: what is seen twice changes nothing.
             start = jnp.minimum(indices[index] * TILE, head.shape[0] - TILE)
-            logits = project(hidden, lax.dynamic_slice_in_dim(head, start, TILE))
+            logits = project(hidden, _rows(head, start))
             tokens = start + jnp.arange(TILE, dtype=jnp.int32)
             is_legal = sampler.legal(words, start, TILE)
             return sampler.better(best, score(logits, tokens, least), is_legal, tokens)
