@@ -431,6 +431,8 @@ class Session:
         return answer
 
     def _start_filling(self) -> None:
+        if self.broken:  # nobody to do it; the step that ends the loop needs no masks
+            return
         self._is_filling = True
         self._step_began = self._step_began or time.perf_counter()
         self._worker.start()

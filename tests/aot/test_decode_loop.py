@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.compile_matrix.cases import Case
 from gkv_jax.cache import Cache, CacheSpec, init_cache
-from gkv_jax.decode import device_loop
+from gkv_jax.decode import device_loop, drafting_loop
 from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
 from gkv_jax.prefill import prefill_chunk
@@ -36,6 +36,18 @@ CONFIG = tiny_config(
     rope=RopeConfig(500_000.0),
 )
 MODEL = Llama(CONFIG)
+# A draft model whose buffers have a shape of their own.
+DRAFT_CONFIG = tiny_config(
+    vocab_size=128256,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    rope=RopeConfig(500_000.0),
+)
+DRAFT_MODEL = Llama(DRAFT_CONFIG)
 SPECS = ("window", "drafts", "snapkv", "full", "h2o", "snapkv again", "quest", "int8")
 
 
@@ -58,28 +70,54 @@ def spec_of(name: str, batch: int) -> CacheSpec:
 
 
 @functools.cache
-def shapes(spec: CacheSpec, batch: int) -> tuple[Any, Cache, Any, Any, Any, Any]:
-    params = param_shapes()
-    cache = jax.eval_shape(lambda: init_cache(spec, MODEL, batch, jnp.bfloat16))
-    answer = jax.ShapeDtypeStruct((batch, spec.queries + 4), jnp.int32)
+def shapes(
+    spec: CacheSpec, batch: int, width: int | None = None
+) -> tuple[Any, Cache, Any, Any, Any, Any]:
+    """A loop's operands; it is ``width`` tokens wide, or as wide as the spec allows."""
+    params = param_shapes(MODEL)
+    cache = cache_shapes(spec, MODEL, batch)
+    answer = jax.ShapeDtypeStruct((batch, (width or spec.queries) + 4), jnp.int32)
     rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
     sampling = greedy_rows(batch)
     return params, cache, answer, rows, sampling, jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def param_shapes() -> Any:
-    stored = tree_of(CONFIG, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16))
-    return jax.eval_shape(MODEL.from_checkpoint, stored)
+def param_shapes(model: Llama) -> Any:
+    stored = tree_of(model.config, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16))
+    return jax.eval_shape(model.from_checkpoint, stored)
+
+
+def cache_shapes(spec: CacheSpec, model: Llama, batch: int) -> Cache:
+    return jax.eval_shape(lambda: init_cache(spec, model, batch, jnp.bfloat16))
 
 
 @functools.cache
-def compiled_loop(generation: Generation, name: str, batch: int) -> jax.stages.Compiled:
+def compiled_loop(
+    generation: Generation, name: str, batch: int, width: int | None = None
+) -> jax.stages.Compiled:
     # The attention kernel has no room for the sums of so many slots: without a name, XLA does it.
     kernel: Implementation = "xla" if name == "h2o" else "mosaic_tpu"
+    spec = spec_of(name, batch)
+    loop = functools.partial(device_loop.__wrapped__, model=MODEL, spec=spec, kernel=kernel)
+    return compile_for(generation, loop, *shapes(spec, batch, width), donate_argnums=1)
+
+
+@functools.cache
+def compiled_drafting_loop(generation: Generation, batch: int) -> jax.stages.Compiled:
+    """Both models with caches of the same spec."""
+    spec = spec_of("drafts", batch)
     loop = functools.partial(
-        device_loop.__wrapped__, model=MODEL, spec=spec_of(name, batch), kernel=kernel
+        drafting_loop.__wrapped__,
+        model=MODEL,
+        spec=spec,
+        draft_model=DRAFT_MODEL,
+        draft_spec=spec,
+        kernel="mosaic_tpu",
     )
-    return compile_for(generation, loop, *shapes(spec_of(name, batch), batch), donate_argnums=1)
+    params, cache, answer, rows, sampling, handle = shapes(spec, batch)
+    draft = param_shapes(DRAFT_MODEL), cache_shapes(spec, DRAFT_MODEL, batch)
+    operands = (params, cache, *draft, answer, rows, sampling, None, handle)
+    return compile_for(generation, loop, *operands, donate_argnums=(1, 3))
 
 
 def body_of(program: Program) -> list[Instruction]:
@@ -152,22 +190,95 @@ MATRIX = [
 
 @pytest.mark.parametrize(("generation", "name", "batch"), MATRIX)
 def test_the_cache_is_updated_in_place(generation: Generation, name: str, batch: int) -> None:
-    compiled = compiled_loop(generation, name, batch)
-    spec = spec_of(name, batch)
-    cache_shape = (batch, CONFIG.num_kv_heads, spec.capacity, CONFIG.head_dim)
-    program = Program.of(compiled)
+    check_in_place(compiled_loop(generation, name, batch), spec_of(name, batch), batch, MODEL)
+
+
+@pytest.mark.parametrize("name", ["drafts", pytest.param("snapkv again", marks=pytest.mark.full)])
+def test_a_narrow_step_updates_in_place_a_cache_with_room_for_drafts(name: str) -> None:
+    check_in_place(compiled_loop("v5e", name, 8, width=1), spec_of(name, 8), 8, MODEL)
+
+
+def check_in_place(
+    compiled: jax.stages.Compiled, spec: CacheSpec, batch: int, *models: Llama
+) -> None:
+    """No buffer of any of the models' caches is copied, under whatever name."""
+    caches = [cache_shapes(spec, model, batch) for model in models]
+    buffers = [
+        (batch, model.config.num_kv_heads, spec.capacity, model.config.head_dim) for model in models
+    ]
     copies = [
         f"{i.name} {i.opcode}"
-        for i in program.buffers
+        for i in Program.of(compiled).buffers
         if i.opcode in ("copy", "copy-start", "transpose")
-        and any(sorted(a.shape) == sorted(cache_shape) for a in i.arrays)
+        and any(sorted(a.shape) == sorted(shape) for a in i.arrays for shape in buffers)
     ]
     assert copies == []
     memory = compiled.memory_analysis()
-    _, cache, *_ = shapes(spec, batch)
-    layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers[0]))
-    assert memory.alias_size_in_bytes >= CONFIG.num_layers * layer_bytes
-    assert memory.temp_size_in_bytes < layer_bytes
+
+    def layer_bytes(cache: Cache) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers[0]))
+
+    layers = sum(len(cache.layers) * layer_bytes(cache) for cache in caches)
+    assert memory.alias_size_in_bytes >= layers
+    assert memory.temp_size_in_bytes < min(map(layer_bytes, caches))
+
+
+DRAFTING = [pytest.param(g, marks=() if g == "v5e" else pytest.mark.full) for g in GENERATIONS]
+
+
+@pytest.mark.parametrize("generation", DRAFTING)
+def test_both_caches_of_the_drafting_loop_are_updated_in_place(generation: Generation) -> None:
+    compiled = compiled_drafting_loop(generation, 8)
+    check_in_place(compiled, spec_of("drafts", 8), 8, MODEL, DRAFT_MODEL)
+
+
+@pytest.mark.parametrize("generation", DRAFTING)
+def test_drafting_is_a_loop_within_a_turn(generation: Generation) -> None:
+    """Its passes talk to the host from loops of their own, all of them before the model's forward."""
+    spec, batch = spec_of("drafts", 8), 8
+    program = Program.of(compiled_drafting_loop(generation, batch))
+    assert program.is_scheduled
+    words = CONFIG.vocab_size // 32 + 1
+    drafts, masks = (batch, 1), (batch, 1, words)
+    talking = [body for body in program.while_bodies() if any(i.opcode == "send" for i in body)]
+    passes = [body for body in talking if carries(body, "send", "s32", *drafts)]
+    assert [len(passes), len(talking)] == [2, 3]  # a pass reads one token a row, or N
+    (turn,) = [body for body in talking if body not in passes]
+    for body in passes:
+        dependence = where(body, "send", "bf16")
+        masked = where(body, "recv", "s32", *masks)
+        sampled = where(body, "send", "s32", *drafts)
+        answer = where(body, "recv", "s32", batch, spec.queries + 4)
+        assert dependence < masked < sampled < answer
+    drafting = [
+        at for at, i in enumerate(turn) if i.opcode == "while" and reaches(program, i, passes)
+    ]
+    forward = [
+        at for at, i in enumerate(turn)
+        if i.opcode == "custom-call" and i.name.startswith("decode_attention")
+    ]  # fmt: skip
+    assert len(drafting) == 1
+    assert len(forward) == CONFIG.num_layers
+    assert drafting[0] < min(forward)
+
+
+def carries(body: list[Instruction], opcode: str, dtype: str, *shape: int) -> bool:
+    return any(
+        i.opcode == opcode and (i.arrays[0].dtype, i.arrays[0].shape) == (dtype, shape)
+        for i in body
+    )
+
+
+def reaches(program: Program, loop: Instruction, bodies: list[list[Instruction]]) -> bool:
+    """Whether a ``while`` holds all of these loops' bodies, at whatever depth."""
+    found, waiting = [], [loop]
+    while waiting:
+        name = waiting.pop().attribute("body")
+        assert name is not None
+        body = program.computations[name]
+        found.append(body)
+        waiting += [i for i in body if i.opcode == "while"]
+    return all(body in found for body in bodies)
 
 
 def test_prefill_compiles_and_keeps_the_cache_in_place() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserError
+from gkv_jax import CacheSpec, DraftModel, Engine, Guide, Sampling, ScriptedDrafts, UserError
 from gkv_jax.cache.policies import POLICIES, Policy
 from gkv_jax.errors import PromptTooLongError
 from gkv_jax.models.llama import Llama
@@ -25,6 +25,15 @@ PARAMS = random_params(CONFIG)
 TOKENIZER = byte_tokenizer()
 LONG = "A prompt that does not fit into sinks and window, so that a policy has to choose from it. "
 SPECS = {
+    "window": CacheSpec(sinks=2, window=24, max_drafts=3),
+    "full": CacheSpec.full(110, max_drafts=3),
+    "snapkv": CacheSpec(policy="snapkv", sinks=2, kept=8, window=16, max_drafts=3),
+    "keydiff": CacheSpec(policy="keydiff", sinks=2, kept=8, window=16, max_drafts=3),
+    "expected_attention": CacheSpec(
+        policy="expected_attention", sinks=2, kept=8, window=16, max_drafts=3
+    ),
+    "tova": CacheSpec(policy="tova", sinks=2, kept=8, window=16, interval=8, max_drafts=3),
+    "bfloat16": CacheSpec(sinks=2, window=24, max_drafts=3, dtype="bfloat16"),
     "h2o": CacheSpec(policy="h2o", sinks=2, kept=8, window=16, interval=8, max_drafts=3),
     "tova in chunks": CacheSpec(
         policy="tova", sinks=2, kept=8, window=16, interval=8, max_drafts=3, prefill="chunks"
@@ -44,34 +53,101 @@ WORK: list[tuple[str, Guide | None, Sampling]] = [
     (LONG[3:], None, Sampling(max_tokens=40, temperature=1.1, seed=3)),
 ]
 
+# Texts that the grammar forces, or that the prompt repeats: something for the sources to find.
+PHRASES = Guide.choice(["so that a policy has to choose", "does not fit into sinks and window"])
+DRAFTED: list[tuple[str, Guide | None, Sampling]] = [
+    *WORK,
+    (LONG, PHRASES, Sampling(max_tokens=40)),
+    (LONG[1:], PHRASES, Sampling(max_tokens=40, temperature=1.0, seed=5)),
+]
+
 make = functools.partial(
     Engine, MODEL, tokenizer=TOKENIZER, params=PARAMS, slots=2, verify="always"
 )
 
 
-def run(engine: Engine, drafts: Any = None, **options: Any) -> list[Any]:
-    prompts, guides, samplings = zip(*WORK, strict=True)
+def run(engine: Engine, drafts: Any = None, work: Any = WORK, **options: Any) -> list[Any]:
+    prompts, guides, samplings = zip(*work, strict=True)
     return engine.generate(
         list(prompts), guide=guides, sampling=samplings, drafts=drafts, **options
     )
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_drafts_and_drivers_change_nothing(name: str) -> None:
+def sampled_with(*changes: dict[str, Any]) -> list[tuple[str, Guide | None, Sampling]]:
+    """``DRAFTED``, each with its changes, or all with the only ones."""
+    each = changes * len(DRAFTED) if len(changes) == 1 else changes
+    return [
+        (prompt, guide, dataclasses.replace(sampling, **change))
+        for (prompt, guide, sampling), change in zip(DRAFTED, each, strict=True)
+    ]
+
+
+def outcome(results: list[Any]) -> list[Any]:
+    return [(r.tokens, r.finish_reason, r.error) for r in results]
+
+
+@functools.cache
+def undrafted(name: str) -> list[Any]:
+    """``DRAFTED`` by steps of one token."""
     with make(cache=SPECS[name]) as engine:
-        plain = [(r.tokens, r.finish_reason) for r in run(engine)]
-        assert all(reason in ("stop", "length") for _, reason in plain)
-        rng, drafts = np.random.default_rng(0), []
-        for tokens, _ in plain:
-            guess = np.array([*tokens, 5, 6])
-            wrong = rng.random(len(guess)) < 0.2
-            guess[wrong] = rng.integers(0, CONFIG.vocab_size, wrong.sum())
-            drafts.append(ScriptedDrafts(tuple(guess.tolist())))
-        drafted = run(engine, drafts)
-        assert [(r.tokens, r.finish_reason) for r in drafted] == plain
-        assert all(r.stats["drafts_accepted"] > 0 for r in drafted)
+        results = run(engine, work=sampled_with({"jump": "off"}))
+    assert all(r.stats["drafts_proposed"] == 0 for r in results)
+    assert all(r.error is None for r in results)
+    return outcome(results)
+
+
+def partly_right(outputs: list[Any]) -> list[ScriptedDrafts]:
+    """Of five tokens, one is wrong."""
+    rng, drafts = np.random.default_rng(0), []
+    for tokens, *_ in outputs:
+        guess = np.array([*tokens, 5, 6])
+        wrong = rng.random(len(guess)) < 0.2
+        guess[wrong] = rng.integers(0, CONFIG.vocab_size, wrong.sum())
+        drafts.append(ScriptedDrafts(tuple(guess.tolist())))
+    return drafts
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_drafts_change_nothing(name: str) -> None:
+    plain = undrafted(name)
+    scripted = partly_right(plain)
+    with make(cache=SPECS[name]) as engine:
+        results = run(engine, scripted, sampled_with({"jump": "off"}))
+        assert outcome(results) == plain
+        assert all(r.stats["drafts"]["custom"]["accepted"] > 0 for r in results)
+        # Another source in each row, and in the first all of them.
+        sources = ({"lookup": True}, {}, {"lookup": True}, {}, {"jump": "off", "lookup": True})
+        results = run(engine, [*scripted[:2], None, None, None], sampled_with(*sources))
+        assert outcome(results) == plain
+        drafts = [r.stats["drafts"] for r in results]
+        assert drafts[0]["custom"]["accepted"] > 0
+        assert drafts[3]["forced"]["accepted"] > 0
+        assert drafts[4]["lookup"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv, then h2o", "quest", "int8"])
+def test_the_host_driver_changes_nothing(name: str) -> None:
+    plain = undrafted(name)
     with make(cache=SPECS[name], loop="host") as engine:
-        assert [(r.tokens, r.finish_reason) for r in run(engine, drafts)] == plain
+        assert outcome(run(engine, partly_right(plain), sampled_with({"lookup": True}))) == plain
+
+
+def test_a_draft_model_beside_a_cache_that_evicts_by_score() -> None:
+    """Its own cache streams; rows in which it drafts sit beside others."""
+    plain = undrafted("snapkv, then h2o")
+    draft = DraftModel(MODEL, random_params(CONFIG, seed=1), TOKENIZER)
+    itself = DraftModel(MODEL, PARAMS, TOKENIZER)
+    work = sampled_with({}, {"jump": "off"}, {"draft_model": False}, {"lookup": True}, {})
+    for model in (draft, itself):
+        with make(cache=SPECS["snapkv, then h2o"], draft=model) as engine:
+            results = run(engine, work=work)
+        assert outcome(results) == plain
+        tallies = [r.stats["drafts"].get("model") for r in results]
+        assert tallies[2] is None
+        assert tallies[0]["proposed"] > 0
+        assert tallies[1]["proposed"] > 0
+    assert tallies[0]["accepted"] > 0
+    assert tallies[1]["accepted"] > 0
 
 
 def test_every_policy_serves_a_text_beyond_its_cache() -> None:

@@ -1,7 +1,7 @@
 """Drafts through the engine: whatever their source, the output is that without them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from gkv_jax import CacheSpec, DraftModel, Engine, Guide, Sampling, ScriptedDrafts, UserError
+from gkv_jax.bridge import GrammarTimeout, _FillWorker
 from gkv_jax.decode import device_loop, drafting_loop
 from gkv_jax.models.llama import Llama
+from gkv_jax.request import RequestCancelled
+from grammar_host.backends.scripted import Script, ScriptedBackend
 from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
 
 CONFIG = text_config()
@@ -181,6 +184,86 @@ def test_what_is_forced_does_not_depend_on_the_room_for_drafts() -> None:
         (result,) = engine.generate(PROMPT, guide=SCHEMA, sampling=Sampling(jump="force"))
         tally = result.stats["drafts"]["forced"]
         assert tally["accepted"] == tally["proposed"] > 20
+
+
+# Trouble ------------------------------------------------------------------------------------------
+
+
+class _At:
+    """A draft source that does something when the text is long enough, and proposes nothing."""
+
+    def __init__(self, length: int, act: Callable[[], None]) -> None:
+        self.length, self.act = length, act
+        self.has_acted = False
+
+    def propose(self, output: Sequence[int], ahead: Sequence[int], limit: int) -> Sequence[int]:
+        if len(output) >= self.length and not self.has_acted:
+            self.has_acted = True
+            self.act()
+        return ()
+
+
+def test_a_source_that_raises_on_the_way_fails_its_request_alone(
+    drafting: Engine, plain: list[Any]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no more drafts")
+
+    results = run(drafting, [{}] * len(WORK), [None, _At(20, fail), None, None, None])
+    assert outcome(results[:1] + results[2:]) == plain[:1] + plain[2:]
+    failed = results[1]
+    assert failed.finish_reason == "error"
+    assert "no more drafts" in str(failed.error)
+    assert len(failed.tokens) >= 20
+    assert failed.tokens == plain[1][0][: len(failed.tokens)]
+    assert failed.stats["drafts"]["model"]["proposed"] > 0
+
+
+def test_a_request_cancelled_while_it_drafts(drafting: Engine, plain: list[Any]) -> None:
+    """Its passes are under way when it happens; the slot's next request reads nothing of it."""
+    prompt, _, options = WORK[2]
+    for length in (3, 4, 5, 6):
+        source = _At(length, lambda: None)
+        endless = drafting.prepare(prompt, sampling=Sampling(max_tokens=400), drafts=source)
+        source.act = endless.cancel
+        drafting.submit(endless)
+        beside = run(drafting, [{}] * len(WORK))
+        result = endless.result()
+        assert isinstance(result.error, RequestCancelled)
+        assert length <= len(result.tokens) < length + SPEC.queries
+        assert result.stats["drafts"]["model"]["proposed"] > 0
+        assert outcome(beside) == plain
+    (again,) = drafting.generate(prompt, sampling=Sampling(**options))
+    assert outcome([again]) == plain[2:3]
+
+
+@pytest.mark.parametrize("loop", ["device", "host"])
+def test_a_fill_that_never_comes_back_while_drafting(
+    loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for once; its batch fails, the row without a grammar, too; the engine goes on."""
+    waits: list[bool] = []
+    wait = _FillWorker.wait
+
+    def counted(worker: _FillWorker, timeout_s: float) -> bool:
+        waits.append(wait(worker, timeout_s))
+        return waits[-1]
+
+    backend = ScriptedBackend(Script.of([range(97, 123)] * 8, fill_delay_s=3.0))
+    draft = DRAFT_MODELS["itself"]
+    with make(draft=draft, loop=loop, backend=backend, watchdog_s=0.3) as engine:
+        (expected,) = engine.generate("Once", sampling=Sampling(max_tokens=20))
+        stuck = engine.prepare("x", Guide.regex("ignored"))
+        source = _At(1, lambda: engine.submit(stuck))
+        beside = engine.prepare("Once", sampling=Sampling(max_tokens=20), drafts=source)
+        monkeypatch.setattr(_FillWorker, "wait", counted)
+        engine.submit(beside)
+        assert isinstance(beside.result().error, GrammarTimeout)
+        assert isinstance(stuck.result().error, GrammarTimeout)
+        (again,) = engine.generate("Once", sampling=Sampling(max_tokens=20))
+        assert waits.count(False) == 1
+        assert outcome([again]) == outcome([expected])
+        assert again.stats["drafts"]["model"]["accepted"] > 0
 
 
 # Refusals -----------------------------------------------------------------------------------------
