@@ -1,5 +1,7 @@
 """The same weights in transformers, for side-by-side measurements."""
 
+import json
+import time
 from typing import Any
 
 from gkv_jax.models.config import ModelConfig
@@ -42,3 +44,54 @@ def llama_for_causal_lm(config: ModelConfig, params: Params) -> Any:
     }
     peer.load_state_dict(state)
     return peer.eval()
+
+
+class GuidedTransformers:
+    """transformers' ``generate`` with XGrammar's logits processor, as its users run it.
+
+    Greedy, float32, the default cache.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        """``model`` is a ``LlamaForCausalLM`` and ``tokenizer`` the one that belongs to it."""
+        import xgrammar
+
+        self._model, self.tokenizer = model, tokenizer
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=model.config.vocab_size
+        )
+        self._compiler = xgrammar.GrammarCompiler(info)
+
+    def compile(self, schema: Any, **options: Any) -> Any:
+        """The grammar of a JSON Schema; ``options`` are XGrammar's. Raises what a schema provokes."""
+        return self._compiler.compile_json_schema(json.dumps(schema), **options)
+
+    def generate(
+        self, prompt: Any, max_tokens: int, grammar: Any = None
+    ) -> tuple[list[list[int]], list[float]]:
+        """Continue the prompts int64 ``[B,T]``, rows of equal length.
+
+        Returns:
+          The new tokens of each row, and when each step ended (``time.perf_counter``).
+        """
+        import torch
+        import xgrammar
+
+        stamps: list[float] = []
+
+        def stamp(ids: Any, _scores: Any, **_: Any) -> Any:
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        processors = [] if grammar is None else [xgrammar.contrib.hf.LogitsProcessor(grammar)]
+        with torch.no_grad():
+            output = self._model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                logits_processor=processors,
+                stopping_criteria=[stamp],
+                pad_token_id=self.tokenizer.eos_token_id,
+            )
+        return output[:, prompt.shape[1] :].tolist(), stamps

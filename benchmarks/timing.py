@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 
+from benchmarks.peer import GuidedTransformers
 from gkv_jax import Engine, Guide, Sampling
 
 
@@ -70,55 +71,24 @@ def time_engine(engine: Engine, task: Task, batch: int) -> Timing:
 
 
 class TransformersPeer:
-    """transformers' ``generate`` with XGrammar's logits processor, as its users run it.
-
-    Torch uses as many threads as it finds processors. Greedy, float32, the default cache.
-    """
+    """``GuidedTransformers``, timed. Torch uses as many threads as it finds processors."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         """``model`` is a ``LlamaForCausalLM`` and ``tokenizer`` the one that belongs to it."""
-        import xgrammar
-
-        self._model, self._tokenizer = model, tokenizer
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=model.config.vocab_size
-        )
-        self._compiler = xgrammar.GrammarCompiler(info)
+        self._peer = GuidedTransformers(model, tokenizer)
 
     def time(self, task: Task, batch: int) -> Timing:
         """Run ``task`` in ``batch`` rows. Raises as ``time_engine`` does."""
-        import torch
-        import xgrammar
-
-        prompt = self._tokenizer.apply_chat_template(
+        tokenizer = self._peer.tokenizer
+        prompt = tokenizer.apply_chat_template(
             list(task.messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        prompt = {name: tensor.repeat(batch, 1) for name, tensor in prompt.items()}
-        length = prompt["input_ids"].shape[1]
-        processors = []
-        if task.schema is not None:
-            grammar = self._compiler.compile_json_schema(json.dumps(task.schema))
-            processors.append(xgrammar.contrib.hf.LogitsProcessor(grammar))
-        stamps: list[float] = []
-
-        def stamp(ids: Any, _scores: Any, **_: Any) -> Any:
-            stamps.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool)
-
-        with torch.no_grad():
-            output = self._model.generate(
-                **prompt,
-                max_new_tokens=task.tokens,
-                do_sample=False,
-                logits_processor=processors,
-                stopping_criteria=[stamp],
-                pad_token_id=self._tokenizer.eos_token_id,
-            )
-        for row in output[:, length:].tolist():
-            finished = self._tokenizer.eos_token_id in row
-            task.check(self._tokenizer.decode(row, skip_special_tokens=True), finished)
-        last = output[-1, length:].tolist()
-        return _timing(stamps, [t for t in last if t != self._tokenizer.eos_token_id])
+        )["input_ids"].repeat(batch, 1)
+        grammar = None if task.schema is None else self._peer.compile(task.schema)
+        rows, stamps = self._peer.generate(prompt, task.tokens, grammar)
+        for row in rows:
+            finished = tokenizer.eos_token_id in row
+            task.check(tokenizer.decode(row, skip_special_tokens=True), finished)
+        return _timing(stamps, [t for t in rows[-1] if t != tokenizer.eos_token_id])
 
 
 def _timing(stamps: Sequence[float], tokens: Sequence[int]) -> Timing:

@@ -1,6 +1,7 @@
 """The documents that are asked for: problems of MaskBench as chat prompts, and what was answered."""
 
 import abc
+import copy
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 from benchmarks.maskbench.problems import Problem
 from gkv_jax import Engine, GrammarError, Guide
+from grammar_host.schema.walk import children
 
 MOST_PROMPT_TOKENS = 400
 """Longer schemas are left out."""
@@ -24,7 +26,7 @@ class Document:
 
     Attributes:
       name: of the problem.
-      schema: what the document must obey.
+      schema: what the document must obey, closed; see ``closed``.
       messages: the chat that asks for it.
       prompt: the tokens of the chat, which all ways read.
     """
@@ -36,7 +38,7 @@ class Document:
 
     @property
     def guide(self) -> Guide:
-        return Guide.json_schema(self.schema)
+        return guide_of(self.schema)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +87,41 @@ Answers = dict[str, Answer]
 """By document."""
 
 
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose objects have no properties but those that are mentioned.
+
+    As XGrammar and llama.cpp do by default: objects with ``properties`` that do not say
+    ``additionalProperties``. Where a schema is open, a small model likes to write the schema itself as
+    further properties, until the tokens are used up.
+    """
+    result = copy.deepcopy(schema)
+    queue: list[Any] = [result]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, dict):
+            if isinstance(each.get("properties"), dict):
+                each.setdefault("additionalProperties", False)
+            queue.extend(child for _, child in children(each))
+    return result
+
+
+def guide_of(schema: dict[str, Any]) -> Guide:
+    """Compact documents of a closed schema."""
+    return Guide.json_schema(schema, max_whitespace=0)
+
+
 def choose(problems: Sequence[Problem], engine: Engine, count: int) -> list[Document]:
     """The first ``count`` problems that suit: their documents are objects, prompts are short.
 
-    Problems whose schema ``engine`` refuses do not suit.
+    Problems whose closed schema ``engine`` refuses do not suit.
     """
     chosen: list[Document] = []
     for problem in problems:
         if len(chosen) == count:
             break
-        schema = problem.schema
-        if not isinstance(schema, dict) or schema.get("type") != "object":
+        if not isinstance(problem.schema, dict) or problem.schema.get("type") != "object":
             continue
+        schema = closed(problem.schema)
         compact = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
         messages = ({"role": "user", "content": _WORDING.format(schema=compact)},)
         prompt = engine.prepare(messages).prompt

@@ -1,9 +1,7 @@
 """Documents by llama.cpp: a script for an interpreter that has llama-cpp-python, and nothing of ours.
 
-``python llama_script.py MODEL.gguf CONTEXT THREADS`` writes a line ``{"versions": ...}``, then answers
-each line ``{"prompt": [token, ...], "schema": ..., "max_tokens": ...}`` with one line: ``{"error": ...}``
-where the schema is refused, or else ``{"text", "tokens", "finished", "forwards", "first_seconds",
-"seconds"}``.
+``python -m benchmarks.drafts.llama_script MODEL.gguf CONTEXT THREADS`` speaks as ``serving`` says.
+There is no option for compact documents: llama.cpp's grammars always allow blanks between JSON tokens.
 
 Greedy. The grammar is consulted as llama.cpp's own programs do (``common_sampler_sample``): the best
 token is tried first, and the whole vocabulary is masked only where it is refused. ``Llama.generate``
@@ -12,16 +10,17 @@ of an earlier prompt is reused.
 """
 
 import ctypes
-import importlib.metadata
+import functools
 import json
-import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llama_cpp
 import numpy as np
+
+from benchmarks.drafts.serving import serve
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
@@ -99,27 +98,15 @@ def answer(
     }
 
 
-def main(model: str, context: str, threads: str) -> None:
-    """Serve standard input until its end."""
-    # The library may print: the answers keep standard output, the rest goes to the errors.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def loaded(model: str, context: str, threads: str) -> Callable[..., dict[str, Any]]:
+    """What answers requests to a model."""
     llama = llama_cpp.Llama(
         model, n_ctx=int(context), n_threads=int(threads), n_threads_batch=int(threads),
         verbose=False,
     )  # fmt: skip
     llama.eval([0])  # warms up; a process that died of a schema is replaced in the midst of a run
-
-    def write(value: dict[str, Any]) -> None:
-        print(json.dumps(value), file=out, flush=True)
-
-    write({"versions": {"llama_cpp_python": importlib.metadata.version("llama-cpp-python")}})
-    for line in sys.stdin:
-        try:
-            write(answer(llama, **json.loads(line)))
-        except Exception as error:  # of the converter: whatever a schema provokes
-            write({"error": f"{type(error).__name__}: {error}"})
+    return functools.partial(answer, llama)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(lambda: loaded(*sys.argv[1:]), ["llama-cpp-python"])

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from benchmarks.drafts.documents import Answer, Document, Way
 from gkv_jax import CacheSpec, Engine, Piece, Sampling
 from gkv_jax.draft_model import DraftModel
@@ -14,11 +16,11 @@ from gkv_jax.models.protocol import Params
 from gkv_jax.request import Request
 from gkv_jax.weights import LoadedModel
 
-SPEC = CacheSpec(sinks=4, window=1020, max_drafts=7)
-"""No text of this benchmark outgrows it."""
-
 OFF = "off"
 MODEL = "model"
+INT8 = " int8"
+"""How the names of ways end that run on int8 weights."""
+MAX_DRAFTS = 7
 SAMPLINGS: dict[str, dict[str, Any]] = {
     OFF: {"jump": "off"},
     "verify": {"jump": "verify"},
@@ -26,7 +28,18 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "lookup": {"jump": "verify", "lookup": True},
     MODEL: {"jump": "verify"},
 }
-"""Fields of ``Sampling`` by way. All run in one engine, but for ``MODEL``, whose engine has a draft model."""
+"""Fields of ``Sampling`` by way. All run in one engine, but for ``MODEL``, whose engine has a draft model,
+and those on int8 weights."""
+
+
+def plain(name: str) -> str:
+    """The way ``name`` on the weights as they are."""
+    return name.removesuffix(INT8)
+
+
+def baseline(name: str) -> str:
+    """The way without drafts on the same weights as ``name``."""
+    return OFF + (INT8 if name.endswith(INT8) else "")
 
 
 class EngineWay(Way):
@@ -96,28 +109,41 @@ class Served:
         model = Llama(loaded.config)
         return cls(model, model.from_checkpoint(loaded.params), loaded.tokenizer)
 
-    def engine(self, batch: int, draft: "Served | None" = None) -> Engine:
-        """An engine of ``batch`` slots, with a draft model if there is one."""
-        drafting = None if draft is None else DraftModel(draft.model, draft.params, draft.tokenizer)
+    @property
+    def as_draft(self) -> DraftModel:
+        return DraftModel(self.model, self.params, self.tokenizer)
+
+    @property
+    def int8(self) -> "Served":
+        """The same with int8 weights."""
+        return dataclasses.replace(self, params=jax.jit(self.model.quantize)(self.params))
+
+    def engine(self, batch: int, length: int, draft: DraftModel | None = None) -> Engine:
+        """An engine of ``batch`` slots for texts of ``length``, with a draft model if there is one."""
         return Engine(
             self.model,
             self.params,
             self.tokenizer,
-            cache=SPEC,
+            cache=CacheSpec(sinks=4, window=length - 4, max_drafts=MAX_DRAFTS),
             slots=batch,
             stop_token_ids=self.model.config.eos_token_ids,
-            draft=drafting,
+            draft=draft,
         )
 
 
 @contextlib.contextmanager
 def engine_ways(
-    served: Served, draft: Served | None, names: Sequence[str], batch: int
+    served: Served, draft: DraftModel | None, names: Sequence[str], batch: int, length: int
 ) -> Iterator[dict[str, Way]]:
     """The ways called ``names`` of ``SAMPLINGS``, in engines of ``batch`` slots."""
+
+    def kind(name: str) -> tuple[bool, bool]:
+        return name.endswith(INT8), plain(name) == MODEL
+
     with contextlib.ExitStack() as stack:
-        engines: dict[bool, Engine] = {}
-        for drafting in sorted({name == MODEL for name in names}):
-            engine = served.engine(batch, draft if drafting else None)
-            engines[drafting] = stack.enter_context(engine)
-        yield {name: EngineWay(engines[name == MODEL], SAMPLINGS[name]) for name in names}
+        engines: dict[tuple[bool, bool], Engine] = {}
+        for is_int8, drafting in sorted({kind(name) for name in names}):
+            weights = served.int8 if is_int8 else served
+            engine = weights.engine(batch, length, draft if drafting else None)
+            engines[is_int8, drafting] = stack.enter_context(engine)
+        yield {name: EngineWay(engines[kind(name)], SAMPLINGS[plain(name)]) for name in names}

@@ -1,4 +1,4 @@
-"""Peers: transformers with XGrammar in this process, llama.cpp in one of its own.
+"""Peers in processes of their own: transformers with XGrammar, and llama.cpp.
 
 Both read the same prompt tokens and answer one document after another: neither is asked to batch.
 Grammars are compiled before the clock starts, as ours are.
@@ -7,91 +7,31 @@ Grammars are compiled before the clock starts, as ours are.
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.drafts.documents import Answer, Document, Way
-from benchmarks.peer import llama_for_causal_lm
 from gkv_jax import UserError
-from gkv_jax.weights import LoadedModel
 
 TRANSFORMERS = "transformers"
 LLAMA_CPP = "llama.cpp"
 
-_SCRIPT = Path(__file__).with_name("llama_script.py")
 _PATIENCE_S = 300.0
 """A document that takes longer is given up: some grammars never end."""
 
 
-class TransformersPeer(Way):
-    """``generate`` with XGrammar's logits processor, as its users run it: float32, the default cache."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        import xgrammar
-
-        self._model = llama_for_causal_lm(loaded.config, loaded.params)
-        self._tokenizer = loaded.tokenizer
-        self._stops = set(loaded.config.eos_token_ids)
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            loaded.tokenizer, vocab_size=loaded.config.vocab_size
-        )
-        self._compiler = xgrammar.GrammarCompiler(info)
-
-    def answer(self, documents: Sequence[Document], max_tokens: int) -> list[Answer]:
-        return [self._answer(document, max_tokens) for document in documents]
-
-    def _answer(self, document: Document, max_tokens: int) -> Answer:
-        import torch
-        import xgrammar
-
-        try:
-            grammar = self._compiler.compile_json_schema(json.dumps(document.schema))
-        except Exception as error:  # of the engine: whatever a schema provokes
-            return Answer(error=f"{type(error).__name__}: {error}")
-        prompt = torch.tensor([document.prompt])
-        stamps: list[float] = []
-
-        def stamp(ids: Any, _scores: Any, **_: Any) -> Any:
-            stamps.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool)
-
-        started = time.perf_counter()
-        with torch.no_grad():
-            output = self._model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                logits_processor=[xgrammar.contrib.hf.LogitsProcessor(grammar)],
-                stopping_criteria=[stamp],
-                pad_token_id=self._tokenizer.eos_token_id,
-            )
-        new = output[0, len(document.prompt) :].tolist()
-        finished = new[-1] in self._stops
-        tokens = new[:-1] if finished else new
-        return Answer(
-            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
-            tokens=tokens,
-            finished=finished,
-            forwards=len(new),
-            first_seconds=stamps[0] - started,
-            seconds=stamps[-1] - started,
-            spent=stamps[-1] - started,
-        )
-
-
-class LlamaCppPeer(Way):
-    """llama.cpp on a GGUF file, by ``llama_script.py`` in another interpreter.
+class Peer(Way):
+    """An engine in another process.
 
     A document whose process dies or takes too long is an error; the next one has a new process.
     """
 
     def __init__(self, command: Sequence[str | Path]) -> None:
-        """``command`` starts something that speaks as ``llama_script.py`` does; see ``llama_cpp``."""
+        """``command`` starts something that speaks as ``serving`` says."""
         self._command = command
         self._process: subprocess.Popen[str] | None = None
         self.versions: dict[str, str] = {}
@@ -100,7 +40,7 @@ class LlamaCppPeer(Way):
         """Raises UserError if the process does not start; it says why."""
         return [self._answer(document, max_tokens) for document in documents]
 
-    def __enter__(self) -> "LlamaCppPeer":
+    def __enter__(self) -> "Peer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,9 +79,15 @@ class LlamaCppPeer(Way):
             self._process = None
 
 
-def llama_cpp(python: Path, gguf: Path, context: int) -> LlamaCppPeer:
+def transformers(model: str) -> Peer:
+    """transformers on float32 weights of ``model``, on all processors."""
+    return Peer([sys.executable, "-m", f"{__package__}.transformers_script", model])
+
+
+def llama_cpp(python: Path, gguf: Path, context: int) -> Peer:
     """llama.cpp by an interpreter that has it, for texts of ``context`` tokens, on all processors."""
-    return LlamaCppPeer([python, _SCRIPT, gguf, str(context), str(os.cpu_count() or 1)])
+    script = f"{__package__}.llama_script"
+    return Peer([python, "-m", script, gguf, str(context), str(os.cpu_count() or 1)])
 
 
 def _ask(process: "subprocess.Popen[str]", line: str | None) -> dict[str, Any] | None:

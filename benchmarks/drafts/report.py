@@ -4,13 +4,15 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.common import print_table, print_verdict
 from benchmarks.drafts.documents import Answer, Answers, Document
-from benchmarks.drafts.ours import OFF
+from benchmarks.drafts.ours import baseline, plain
 from benchmarks.drafts.peers import LLAMA_CPP, TRANSFORMERS
 from grammar_host.schema.reading import validator_for
+
+T = TypeVar("T")
 
 LEAST_FORWARDS_SAVED = 0.3
 """Target for ``verify``: share of the forwards that it saves."""
@@ -21,7 +23,7 @@ LEAST_TO_TRANSFORMERS = 4.0
 MOST_TO_LLAMA_CPP = {1: 1.3, 8: 1.0}
 """Target for ``verify`` and ``force`` by batch size: time to the peer's."""
 
-_JUDGED = ("verify", "force")
+_JUDGED = ("verify", "force", "lookup")
 
 
 def report(
@@ -36,12 +38,12 @@ def report(
     base = results[min(results)]
     peers = {name: base[name] for name in (TRANSFORMERS, LLAMA_CPP) if name in base}
     figures = {
-        batch: {name: summarize(each, by_way[OFF], schemas) for name, each in by_way.items()}
+        batch: {name: summarize(each, _off(by_way, name), schemas) for name, each in by_way.items()}
         for batch, by_way in results.items()
     }
     ratios = {
         batch: {
-            name: to_off(figures[batch][name], figures[batch][OFF])
+            name: to_off(figures[batch][name], _off(figures[batch], name))
             | {f"to {peer}": to_peer(answers, theirs) for peer, theirs in peers.items()}
             for name, answers in by_way.items()
             if name not in peers
@@ -145,6 +147,11 @@ def to_peer(ours: Answers, theirs: Answers) -> dict[str, float]:
     }
 
 
+def _off(by_way: Mapping[str, T], name: str) -> T:
+    """That of the way without drafts, with the same weights as way ``name`` if that is ours."""
+    return by_way.get(baseline(name)) or next(iter(by_way.values()))
+
+
 def _same(answer: Answer, off: Answer) -> bool:
     return (list(answer.tokens), answer.finished) == (list(off.tokens), off.finished)
 
@@ -244,9 +251,9 @@ def _print_ratios(
 
 def _print_verdicts(ratios: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
     for batch, by_way in ratios.items():
-        for name in (name for name in _JUDGED if name in by_way):
+        for name in (name for name in by_way if plain(name) in _JUDGED):
             each, where = by_way[name], f"{name}, B={batch}"
-            if name == "verify":
+            if plain(name) == "verify":
                 print_verdict(f"same tokens as off, {where}", each["same_tokens"], least=1)
                 print_verdict(
                     f"forwards saved, {where}", each["forwards_saved"], least=LEAST_FORWARDS_SAVED

@@ -12,14 +12,16 @@ import pytest
 from benchmarks import decode, fill, head, overlap, sampling
 from benchmarks.common import interleaved, medians
 from benchmarks.drafts import __main__ as drafts
-from benchmarks.drafts import ours
-from benchmarks.drafts.peers import LlamaCppPeer
+from benchmarks.drafts import ours, trees
+from benchmarks.drafts.documents import closed, guide_of
+from benchmarks.drafts.peers import LLAMA_CPP, Peer
+from benchmarks.drafts.self_draft import self_draft
 from benchmarks.maskbench.problems import Problem
 from benchmarks.vocabularies import grown_tokenizer
-from gkv_jax import CacheSpec
+from gkv_jax import CacheSpec, UserError
 from gkv_jax.models.llama import Llama
 from gkv_jax.weights import LoadedModel
-from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
+from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +130,12 @@ print(json.dumps({"versions": {"peer": "1"}}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     assert request["prompt"] and request["max_tokens"] == 40
-    title = request["schema"].get("title")
-    if title == "fatal":
+    if request["schema"]["title"] == "fatal":
         break
-    if title == "refused":
-        print(json.dumps({"error": "no"}), flush=True)
-        continue
     answer = {"text": '{"kind":"a"}', "tokens": [1, 2], "finished": True, "forwards": 3}
     print(json.dumps(answer | {"first_seconds": 1.0, "seconds": 2.0}), flush=True)
 """
-"""Says what ``llama_script.py`` says, and dies of a schema."""
+"""Speaks as ``serving`` says, and dies of a schema."""
 
 
 def test_drafts(
@@ -146,63 +144,124 @@ def test_drafts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(ours, "SPEC", CacheSpec(sinks=2, window=446, max_drafts=3))
     problems = [
         Problem(name, schema, ())
         for name, schema in {
             "list": {"type": "array"},
-            "plain": _kind("plain"),
-            "refused": _kind("refused"),
+            "fatal": _kind("fatal"),
             "impossible": {"type": "object", "minProperties": 1, "maxProperties": 0},
             "long": _kind("x" * 400),
-            "fatal": _kind("fatal"),
-            "again": _kind("again"),
+            "plain": _kind("plain"),
             "enough": _kind("enough"),
         }.items()
     ]
     names = ["off", "verify", "force", "lookup"]
+    served = ours.Served.of(tiny)
 
     def run(resume: bool) -> dict[str, Any]:
-        with LlamaCppPeer([sys.executable, "-c", PEER]) as peer:
-            drafts.run(tiny, problems, 4, 40, [1, 2], names, tmp_path, llama=peer, resume=resume)
+        with Peer([sys.executable, "-c", PEER]) as peer:
+            peers = {LLAMA_CPP: peer}
+            drafts.run(served, problems, 2, 40, [1], names, tmp_path, peers=peers, resume=resume)
         results: dict[str, Any] = json.loads((tmp_path / "drafts.json").read_text())
         return results
 
     results = run(resume=False)
     out = capsys.readouterr().out
-    assert "forwards saved, verify, B=2" in out
+    assert "forwards saved, verify, B=1" in out
     assert "time to llama.cpp, force, B=1" in out
-    assert results["documents"] == ["plain", "refused", "fatal", "again"]
-    assert results["peer"] == {"peer": "1"}
+    assert results["documents"] == ["fatal", "plain"]
+    assert results["peers"] == {"llama.cpp": {"peer": "1"}}
     errors = {where: [*documents] for where, documents in results["errors"].items() if documents}
-    assert errors == {"B=1 llama.cpp": ["refused", "fatal"]}
-    alone, together = results["figures"]["1"], results["figures"]["2"]
-    assert list(alone) == [*names, "transformers", "llama.cpp"]
-    assert list(together) == names
-    for figures in (alone, together):
-        for name in names:
-            assert figures[name]["finished"] == figures[name]["valid"] == 4
-        for name in ("off", "verify", "lookup"):
-            assert figures[name]["same_tokens"] == 4
-        assert figures["off"]["forwards"] == figures["off"]["tokens"] + 4  # the stop tokens
-        assert figures["off"]["drafts"] == {}
-    assert alone["transformers"]["documents"] == 4
-    assert (alone["llama.cpp"]["valid"], alone["llama.cpp"]["spent"]) == (2, 4.0)
-    ratio = results["ratios"]["1"]["verify"]["to llama.cpp"]
-    assert ratio["documents"] == 2
-    assert ratio["spent"] > 0
+    assert errors == {"B=1 llama.cpp": ["fatal"]}
+    figures = results["figures"]["1"]
+    assert list(figures) == [*names, "llama.cpp"]
+    for name in names:
+        assert figures[name]["finished"] == figures[name]["valid"] == 2
+        if name != "force":
+            assert figures[name]["same_tokens"] == 2
+    assert figures["off"]["forwards"] == figures["off"]["tokens"] + 2  # the stop tokens
+    assert figures["off"]["drafts"] == {}
+    assert (figures["llama.cpp"]["valid"], figures["llama.cpp"]["spent"]) == (1, 2.0)
+    assert results["ratios"]["1"]["verify"]["to llama.cpp"]["documents"] == 1
     # Nothing is measured again, not even by the peer.
-    assert run(resume=True) | {"peer": {}, "environment": {}} == (
-        results | {"peer": {}, "environment": {}}
+    assert run(resume=True) | {"peers": {}, "environment": {}} == (
+        results | {"peers": {}, "environment": {}}
     )
+    outputs = trees.read_outputs(tmp_path / "drafts.jsonl", STOP)
+    assert sum(len(output.tokens) for output in outputs) == figures["off"]["forwards"]
+    _check_replay(served, outputs)
+
+
+def _check_replay(served: ours.Served, outputs: list[trees.Output]) -> None:
+    """With bytes for tokens, ``{"kind":"`` and ``"}`` are forced, and the stop token is never drafted."""
+    vocab_size = served.model.vocab_size
+    replayed = []
+    with served.engine(1, 128) as engine:
+        for output in outputs:
+            matcher = engine.compiler.compile(guide_of(output.schema)).matcher([STOP])
+            replayed.append((output, [*trees.replay(matcher, output, vocab_size)]))
+    for _, places in replayed:
+        assert [place.forced is None for place in places] == [False] * 9 + [
+            True,
+            False,
+            False,
+            True,
+        ]
+        assert all(place.mask.sum() == 1 for place in places if place.forced is not None)
+    # 9 + the letter, ``"}`` + the stop token; the prompt does not tell the letter.
+    assert trees.of_text(replayed, 15)["chain"] == f"{13 / 2:.3f}"
+
+
+def test_closed_objects_have_what_is_mentioned() -> None:
+    schema = {
+        "properties": {"properties": {"items": {"properties": {}}}, "open": {"type": "object"}},
+        "anyOf": [{"properties": {"a": True}, "additionalProperties": {}}],
+        "$defs": {"a": {"properties": {"b": {"enum": [{"properties": {}}]}}}},
+    }
+    assert closed(schema) == {
+        "properties": {
+            "properties": {"items": {"properties": {}, "additionalProperties": False}},
+            "open": {"type": "object"},
+        },
+        "anyOf": [{"properties": {"a": True}, "additionalProperties": {}}],
+        "$defs": {
+            "a": {
+                "properties": {"b": {"enum": [{"properties": {}}]}},
+                "additionalProperties": False,
+            }
+        },
+        "additionalProperties": False,
+    }
+
+
+def test_a_draft_model_of_some_layers(tiny: LoadedModel) -> None:
+    served = ours.Served.of(tiny)
+    draft = self_draft(served.model, served.params, served.tokenizer, [1])
+    assert draft.model.num_layers == 1
+    assert draft.params["layers"][0] is served.params["layers"][1]
+    with served.engine(1, 64, draft) as engine:  # which checks that it suits
+        assert engine.slots == 1
+    with pytest.raises(UserError, match="skip:1: layers were chosen for smollm2"):
+        drafts.drafting("skip:1", served)
+
+
+def test_trees() -> None:
+    assert trees.tree([[1, 2, 3], [1, 4, 5]], [2, 2]) == {(1,), (1, 2), (1, 4), (1, 4, 5)}
+    assert trees.tree([[1, 2, 3]], [2, 2]) == {(1,), (1, 2), (1, 2, 3)}
+    assert trees.depth({(1,), (1, 2), (1, 4)}, [1, 4, 5]) == 2
+    assert trees.likeliest_tree([0.6, 0.3], 4) == {(1,), (1, 1), (2,), (1, 1, 1)}
+    assert trees.shares_of(5, 2) == [(4, 1), (3, 2)]
+    assert trees.forwards([2, 9, 9, 0, 0]) == 3
+    rates = trees.of_model([[1, 1, 2, 1, 1, 2, 0, 1]], 3)
+    assert rates["chain"] == f"{8 / 4:.3f}"  # 112 112 0 1
+    assert rates["oracle"] == f"{8 / 3:.3f}"  # 1121 120 1
 
 
 def _kind(title: str) -> dict[str, Any]:
-    """An object of which the grammar forces most."""
+    """An object of which the grammar forces most, once it is closed."""
     return {
         "title": title,
         "type": "object",
         "properties": {"kind": {"enum": ["a", "b"]}},
         "required": ["kind"],
-        "additionalProperties": False,
     }
