@@ -69,6 +69,8 @@ bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.fill
 	$(BIN)/python -m benchmarks.long_context
+	$(BIN)/python -m benchmarks.quantize
+	$(BIN)/python -m benchmarks.drafts.nothing
 
 # kvpress wants an older transformers than ours: an environment of its own, without our constraints.
 $(VENV)/kvpress/installed: | $(VENV)/installed

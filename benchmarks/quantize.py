@@ -74,10 +74,12 @@ def read(model: Llama, params: Params, tokens: np.ndarray) -> tuple[float, np.nd
     return float(np.exp(np.concatenate(losses).mean())), np.concatenate(best)
 
 
-def quality(loaded: LoadedModel, weights: dict[str, Params], length: int) -> dict[str, float]:
+def quality(
+    loaded: LoadedModel, weights: dict[str, Params], text: str, length: int
+) -> dict[str, float]:
     """Perplexity by name, and ``same``: the share of positions with the same most likely token."""
     model = Llama(loaded.config)
-    tokens = np.asarray(loaded.tokenizer.encode(load_text(DEFAULT_TEXT), verbose=False), np.int32)
+    tokens = np.asarray(loaded.tokenizer.encode(text, verbose=False), np.int32)
     found = {name: read(model, params, tokens[:length]) for name, params in weights.items()}
     same = float((found["float32"][1] == found["int8"][1]).mean())
     return {name: perplexity for name, (perplexity, _) in found.items()} | {"same": same}
@@ -93,13 +95,22 @@ def ms_per_step(engine: Engine, tokens: int, wide: bool) -> float:
     return 1e3 * (last["seconds"] - first[0]) / (last["forwards"] - 1)
 
 
-def run(loaded: LoadedModel, length: int, tokens: int, repetitions: int, folder: Path) -> None:
+def run(
+    loaded: LoadedModel,
+    text: str,
+    length: int,
+    tokens: int,
+    repetitions: int,
+    folder: Path,
+    *,
+    batches: Sequence[int] = (1, 8),
+) -> None:
     """Measure, print, and write ``quantize.json`` to ``folder``."""
     warn_if_busy()
     model = Llama(loaded.config)
     exact = model.from_checkpoint(loaded.params)
     weights = {"float32": exact, "int8": jax.jit(model.quantize)(exact)}
-    of_text = quality(loaded, weights, length)
+    of_text = quality(loaded, weights, text, length)
     print_table(
         f"perplexity of {length} tokens",
         ["weights", "perplexity", "MB"],
@@ -114,7 +125,7 @@ def run(loaded: LoadedModel, length: int, tokens: int, repetitions: int, folder:
     )
     spec = CacheSpec(sinks=4, window=252, max_drafts=7)
     measures, engines = {}, []
-    for slots in (1, 8):
+    for slots in batches:
         for name, params in weights.items():
             engine = Engine(
                 model, params, loaded.tokenizer, cache=spec, slots=slots, verify="always"
@@ -129,7 +140,7 @@ def run(loaded: LoadedModel, length: int, tokens: int, repetitions: int, folder:
     rows = [
         [shape, *(f"{ms[f'{name} {shape}']:.1f}" for name in weights),
          f"{ms[f'float32 {shape}'] / ms[f'int8 {shape}']:.2f}"]
-        for shape in ("B=1 N=1", "B=1 N=8", "B=8 N=1", "B=8 N=8")
+        for shape in (f"B={slots} N={n}" for slots in batches for n in (1, 8))
     ]  # fmt: skip
     print_table("ms per step", ["step", *weights, "float32 / int8"], rows)
     write_json("quantize", {"quality": of_text, "ms_per_step": ms}, folder)
@@ -145,7 +156,8 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = RESULTS,
 ) -> None:
     """What int8 weights cost in quality and save in time."""
-    run(load_model(model, dtype="float32"), length, tokens, repetitions, output)
+    loaded = load_model(model, dtype="float32")
+    run(loaded, load_text(DEFAULT_TEXT), length, tokens, repetitions, output)
 
 
 if __name__ == "__main__":

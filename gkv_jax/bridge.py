@@ -201,7 +201,12 @@ class Session:
         matcher = grammar.matcher(stop_token_ids=request.stop_token_ids) if grammar else None
         position = len(request.prompt) - 1
         row = _Row(request, position, last=request.prompt[-1], read=position)
-        self._batch.admit(slot, matcher, force=request.drafter.jump == "force")
+        self._batch.admit(
+            slot,
+            matcher,
+            force=request.drafter.jump == "force",
+            stop_token_ids=request.stop_token_ids,
+        )
         try:
             self._propose(slot, row)
         except BaseException:
@@ -216,9 +221,8 @@ class Session:
         """
         self.program = self._choose_program(None)
         self._width[0] = 1 if self.program == "narrow" else self._spec.queries
-        answer = self._answer(go=self.any_active)
-        self._step_began = None  # the first step's time holds the start of the loop
-        return answer
+        self._step_began = None  # the first step's time would hold the start of the loop
+        return self._answer(go=self.any_active)
 
     def positions(self) -> np.ndarray:
         """True position of each row's next token, int32 ``[B]``."""
@@ -248,9 +252,10 @@ class Session:
           ``VERIFY``, or a pass of the draft model, see ``submit_draft``.
         """
         n = self._width[0]
+        now = time.perf_counter()
         if self._step_began is not None:
-            self._widths.observe_step(self.program, time.perf_counter() - self._step_began)
-            self._step_began = None
+            self._widths.observe_step(self.program, now - self._step_began)
+        self._step_began = now
         for slot, row in enumerate(self._rows):
             if row is not None:
                 try:
@@ -309,8 +314,6 @@ class Session:
         """Account for what the device says a row produced; ``logprobs`` has a line for each token."""
         request = row.request
         request.forwards += 1
-        for source, tally in request.drafter.observe(len(sampled) - 1).items():
-            self._widths.observe_drafts(source, tally.proposed, tally.accepted)
         if request.cancelled:
             raise RequestCancelled("the request was cancelled")
         emitted, reason = self._cut(request, sampled)
@@ -318,6 +321,9 @@ class Session:
         texts = request.read([t for t in emitted if t not in request.stop_token_ids])
         if request.text_stream.stopped:
             emitted, reason = emitted[: len(texts)], "stop"
+        # What was verified behind the end never happened.
+        for source, tried in request.drafter.observe(min(len(sampled) - 1, len(emitted))).items():
+            self._widths.observe_drafts(source, tried)
         accepted = self._batch.advance(slot, emitted)
         request.fill_seconds = self._batch.counters(slot).fill_seconds
         counted = [t for t in emitted[:accepted] if t not in request.stop_token_ids]
@@ -434,7 +440,6 @@ class Session:
         if self.broken:  # nobody to do it; the step that ends the loop needs no masks
             return
         self._is_filling = True
-        self._step_began = self._step_began or time.perf_counter()
         self._worker.start()
 
     def _filled(self) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from gkv_jax.cache import Cache, CacheSpec, cache_dtype, check_layers, init_cach
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.prefill import reading
-from gkv_jax.step import StepInputs, forward
+from gkv_jax.step import StepInputs, forward, without_idle
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.masked_head import masked_head, project
 from pallas_kernels.masked_sample import Rows, masked_sample
@@ -60,9 +60,14 @@ class DraftModel:
             raise UserError(
                 "draft is given, but cache.max_drafts is 0, so that nothing is drafted; set it, to 7 say"
             )
-        spec = self.cache
+        spec, trained = self.cache, self.model.max_positions
         if spec is None:
-            window = min(target.total, self.model.max_positions) - target.sinks
+            if trained <= target.sinks:
+                raise UserError(
+                    f"draft.model was trained for {trained} positions, no more than the {target.sinks} sinks "
+                    "of the engine's cache; give draft.cache"
+                )
+            window = min(target.total, trained) - target.sinks
             spec = CacheSpec(sinks=target.sinks, window=window, max_drafts=target.max_drafts)
         if spec.evictor is not None:
             raise UserError(
@@ -73,6 +78,11 @@ class DraftModel:
             raise UserError(
                 f"draft.cache.max_drafts is {spec.max_drafts}, less than the {target.max_drafts} drafts of "
                 "the engine's cache, so that its ring could not take them back; set it as high"
+            )
+        if spec.max_tokens is None and spec.total > trained:
+            raise UserError(
+                f"draft.cache holds {spec.total} tokens, more than the {trained} positions that "
+                "draft.model was trained for; use a smaller window"
             )
         check_layers(spec, self.model)
         return spec
@@ -124,6 +134,7 @@ class Drafting:
 
     def clear(self) -> None:
         """Start with an empty cache."""
+        self.__dict__.pop("cache", None)  # first, or there may be no room for the new one
         self.cache = init_cache(self.spec, self.model, self._slots, cache_dtype(self.params))
 
     def reads(self, row: int, tokens: Sequence[int]) -> Iterator[None]:
@@ -257,9 +268,7 @@ def choose_draft(
 
     ``last`` is ``[B,1,Dm]``, ``masks`` int32 ``[B,1,W+1]`` over the target's vocabulary.
     """
-    sampling = sampling._replace(temperature=jnp.where(inputs.active, sampling.temperature, 0.0))
-    words = jnp.where(inputs.active[:, None, None], masks[..., :-1], 0)
-    enabled = jnp.where(inputs.active[:, None], masks[..., -1], 1)
+    words, enabled, sampling = without_idle(masks, inputs.active[:, None], sampling)
     positions = (inputs.next_pos + inputs.n_drafts)[:, None]
     head = model.head(params)
     last = last.astype(head.dtype)

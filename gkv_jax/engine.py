@@ -241,12 +241,18 @@ class Engine:
 
         ``guide``, ``sampling``, ``drafts``, ``backend`` (the grammar engine; the engine's own if None)
         and ``report`` (whether ``Result.report`` shall say what the cache held at the end, for which the
-        loop pauses) are one for all or one for each. A request that cannot be served has
+        loop pauses) are one for all or one for each; a draft source follows one text, so there is one for
+        each. A request that cannot be served has
         ``finish_reason == "error"`` and says why; the others are not disturbed.
         """
         batch = _as_batch(prompts)
         guides = _one_each("guide", guide, len(batch))
         samplings = _one_each("sampling", sampling, len(batch))
+        if drafts is not None and not isinstance(drafts, Sequence) and len(batch) > 1:
+            raise UserError(
+                f"drafts is one source for {len(batch)} prompts, but a source follows one text; give a "
+                "list with one for each, or None"
+            )
         sources = _one_each("drafts", drafts, len(batch))
         backends = _one_each("backend", backend, len(batch))
         reports = _one_each("report", report, len(batch))
@@ -289,17 +295,20 @@ class Engine:
         """Compile what requests will need, so that none of them waits for it.
 
         Args:
-          prompt_tokens: longest prompt to prepare for; one prefill chunk if None, which is all
-            that longer prompts need too, unless a policy reads them in one piece.
+          prompt_tokens: longest prompt to prepare for, where a policy reads prompts in one piece; one
+            prefill chunk if None, which is all that others need.
         """
         longest = prompt_tokens or self.spec.prefill_chunk + 1
+        if not self.spec.selects(longest - 1):
+            longest = min(longest, self.spec.prefill_chunk + 1)
         lengths = {min(self.spec.sinks + self.spec.window, longest)}  # the last that is never whole
         length = SHORTEST
         while length + 1 < longest:
             lengths.add(length + 1)
             length *= 2
         for length in sorted(lengths | {longest}):
-            self._warm_up(length, Sampling(max_tokens=1))
+            reads_twice = Drafter(uses_model=self._drafting is not None)
+            self._warm_up(length, Sampling(max_tokens=1), reads_twice)
         # And the loops: the narrow one has run, the others run where there are drafts.
         if self.spec.max_drafts:
             few = Sampling(max_tokens=4)
@@ -444,8 +453,8 @@ class Engine:
 
         if signature(params) != signature(self._params):
             raise UserError(
-                "params differ in structure, shape or dtype from the engine's; "
-                "make a new Engine for a different model"
+                "params differ in structure, shape or dtype from the engine's; make a new Engine for a "
+                "different model, and where the engine's weights are int8, give model.quantize(params)"
             )
         self._weights = params, PrefixStore(self.spec, self.model)
         self._inbox.reload = True
@@ -680,6 +689,10 @@ class Engine:
     def _new_drafting(self, draft: DraftModel | None, slots: int) -> Drafting | None:
         if draft is None:
             return None
+        if not isinstance(draft, DraftModel):
+            raise UserError(
+                f"draft is {draft!r}; give a DraftModel, or its name to Engine.from_pretrained"
+            )
         draft.check(self.model, self.tokenizer)
         return Drafting(draft, self.spec, slots)
 

@@ -37,7 +37,7 @@ class TokenLogprobs:
 
     @classmethod
     def unpack(cls, token: int, line: np.ndarray, count: int) -> "TokenLogprobs":
-        """From what the device reports, int32 ``[1+2k]`` (see ``gkv_jax.decode.top_logprobs``)."""
+        """From what the device reports, int32 ``[1+2k]`` (see ``gkv_jax.step.top_logprobs``)."""
         values, tokens = line[: len(line) // 2 + 1].view(np.float32), line[len(line) // 2 + 1 :]
         top = zip(tokens[:count].tolist(), values[1:].tolist(), strict=False)
         return cls(token, float(values[0]), tuple(top))

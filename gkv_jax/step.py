@@ -101,11 +101,7 @@ def choose(
     of the LM head were read, and what ``top_logprobs`` gives, or zeros) and the next positions, int32
     ``[B]``.
     """
-    # Nothing is legal where there is no token, and an idle row is greedy whatever its last request
-    # was: it must ask for no part of the head, no noise and no filters.
-    sampling = sampling._replace(temperature=jnp.where(inputs.active, sampling.temperature, 0.0))
-    words = jnp.where(inputs.real[..., None], masks[..., :-1], 0)
-    enabled = jnp.where(inputs.real, masks[..., -1], 1)
+    words, enabled, sampling = without_idle(masks, inputs.real, sampling)
     weights = model.head(params)
     hidden = hidden.astype(weights.dtype)  # norms may be kept in a wider one
     operands = (words, enabled, inputs.positions, sampling)
@@ -140,6 +136,20 @@ def choose(
         [sampled, n_new[:, None], rows_read[:, None], logprobs.reshape(n_new.shape[0], -1)], axis=1
     )
     return answer, inputs.next_pos + n_new
+
+
+def without_idle(
+    masks: jax.Array, real: jax.Array, sampling: Rows
+) -> tuple[jax.Array, jax.Array, Rows]:
+    """Mask words, whether they are enabled, and parameters, such that what does not exist costs nothing.
+
+    ``masks`` int32 ``[B,N,W+1]``, ``real`` bool ``[B,N]``: nothing is legal where there is no token, and a
+    row without one is greedy whatever its last request was. It asks for no part of the head, no noise
+    and no filters.
+    """
+    temperature = jnp.where(real.any(axis=1), sampling.temperature, 0.0)
+    words = jnp.where(real[..., None], masks[..., :-1], 0)
+    return words, jnp.where(real, masks[..., -1], 1), sampling._replace(temperature=temperature)
 
 
 def top_logprobs(logits: jax.Array, sampled: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class SlotCounters:
         advanced: draft tokens that the grammar consumed ahead of verification.
         rolled_back: of those, the ones that the model did not emit.
         drafts_proposed: draft tokens offered while the slot had not failed.
-        drafts_usable: of those, the ones given to the model to verify.
+        drafts_usable: of those, the ones that the model may verify, if the caller does not drop them.
         drafts_past_limit: cut because the step had K drafts already.
         drafts_past_stop: cut at a stop token, legal or not, or offered after termination.
         drafts_refused: cut at a token that the grammar forbids or the vocabulary lacks.
@@ -83,12 +83,14 @@ class _Slot:
         "rolled_back",
         "rows",
         "steps",
+        "stops",
         "total_advanced",
     )
 
-    def __init__(self, matcher: GrammarMatcher | None, force: bool) -> None:
+    def __init__(self, matcher: GrammarMatcher | None, force: bool, stops: frozenset[int]) -> None:
         self.matcher = matcher
         self.force = force
+        self.stops = stops
         self.failure: Exception | None = None
         self.drafts: list[int] = []
         self.rows = 0  # of this step, already in the masks
@@ -186,7 +188,14 @@ class GuidedBatch:
         """(B, N, W): the shape of the masks that `fill` writes, unless the step needs fewer rows."""
         return len(self._slots), 1 + self._max_drafts, self._words
 
-    def admit(self, slot: int, matcher: GrammarMatcher | None, *, force: bool = False) -> None:
+    def admit(
+        self,
+        slot: int,
+        matcher: GrammarMatcher | None,
+        *,
+        force: bool = False,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
         """Puts a request into a free slot.
 
         Args:
@@ -197,12 +206,14 @@ class GuidedBatch:
                 (see `GrammarMatcher.forced_tokens`). That depends on the text before the row only,
                 not on which tokens were drafts. It narrows the masks and nothing else: `advance`
                 accepts whatever is legal in the grammar.
+            stop_token_ids: of free text, so that it drafts none; a matcher knows its own.
         """
         if self._slots[self._index(slot)] is not None:
             raise ValueError(f"slot {slot} is occupied; release it first")
         if matcher is not None and matcher.vocab_size != self._vocab_size:
             raise ValueError(f"the matcher has V={matcher.vocab_size}, not {self._vocab_size}")
-        self._slots[slot] = _Slot(matcher, force)
+        stops = matcher.stop_token_ids if matcher is not None else frozenset(stop_token_ids)
+        self._slots[slot] = _Slot(matcher, force, stops)
 
     def release(self, slot: int) -> None:
         """Frees a slot, whatever state it is in."""
@@ -219,8 +230,7 @@ class GuidedBatch:
         Returns:
             The longest usable prefix: at most K tokens, cut before a token outside of the
             vocabulary, before the first stop token, and where the grammar forbids one (quietly:
-            a wrong guess is no error). Free text has no grammar and no stop tokens known here.
-            Empty for a slot that has terminated or failed.
+            a wrong guess is no error). Empty for a slot that has terminated or failed.
         """
         state = self._occupied(slot)
         try:
@@ -244,7 +254,7 @@ class GuidedBatch:
             return []
         matcher, before = state.matcher, len(state.drafts)
         offered = [int(token) for token in drafts[: self._max_drafts - before]]
-        stops = frozenset() if matcher is None else matcher.stop_token_ids
+        stops = state.stops
         is_past_stop = False
         try:
             if matcher is not None:

@@ -1,4 +1,4 @@
-"""The code in docs/caches.md runs as it is written there."""
+"""The code in docs/caches.md and docs/drafts.md runs as it is written there."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,12 @@ from gkv_jax import CacheSpec, Engine
 from gkv_jax.models.llama import Llama
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
-PAGE = Path(__file__).parent.parent / "docs" / "caches.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+DOCS = Path(__file__).parent.parent / "docs"
+BLOCKS = [
+    block
+    for page in ("caches.md", "drafts.md")
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+]
 
 
 def block_with(text: str) -> str:
@@ -38,3 +42,14 @@ def test_the_policy_of_the_page_is_short_and_works(
     monkeypatch.setattr(Engine, "from_pretrained", tiny)
     exec(block, {})
     assert capsys.readouterr().out == "loud_values (28, 28)\n"
+
+
+def test_the_draft_source_of_the_page_works() -> None:
+    names: dict[str, Any] = {}
+    exec(block_with("class Echo"), names)
+    assert names["Echo"]().propose([1, 2, 3], [1], 2) == [3, 1]
+    config = text_config(max_position_embeddings=2048)
+    spec = CacheSpec(sinks=4, window=60, max_drafts=3)
+    with Engine(Llama(config), random_params(config), byte_tokenizer(), cache=spec) as engine:
+        outputs = [engine.generate("ab", drafts=each)[0].tokens for each in (None, names["Echo"]())]
+    assert outputs[0] == outputs[1]

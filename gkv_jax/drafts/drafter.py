@@ -73,7 +73,7 @@ class Drafter:
         while True:
             before = len(self.drafts)
             self._add_forced(batch, slot, room)
-            for name in ready:
+            for name in ready if len(self.drafts) < room else ():
                 guess = self._sources[name].propose(output, self.drafts, room - len(self.drafts))
                 if self._add(batch, slot, guess, name, room):
                     break
@@ -99,23 +99,24 @@ class Drafter:
         self._model_is_ready = False
         batch.propose(slot, [])
 
-    def observe(self, accepted: int) -> dict[str, Tally]:
-        """Count what was verified: the first ``accepted`` drafts. Returns this step's part by source."""
-        step: dict[str, Tally] = {}
-        reached: dict[str, bool] = {}
+    def observe(self, accepted: int) -> dict[str, list[bool]]:
+        """Count what was verified: the first ``accepted`` drafts were right.
+
+        Returns:
+          By source, for each of its drafts that could tell, whether it was right: those behind a wrong
+          one cannot, whoever guessed it.
+        """
+        tried: dict[str, list[bool]] = {}
         for index, label in enumerate(self.labels):
-            tally = step.setdefault(label, Tally())
-            reached.setdefault(label, index <= accepted)
+            tally = self.tallies.setdefault(label, Tally())
             tally.proposed += 1
             tally.accepted += index < accepted
-        for label, tally in step.items():
-            total = self.tallies.setdefault(label, Tally())
-            total.proposed += tally.proposed
-            total.accepted += tally.accepted
-            # A source is not to blame for what another one guessed wrong before it.
-            if label in self._backoffs and reached[label]:
-                self._backoffs[label].observe(tally.proposed, tally.accepted)
-        return step
+            if index <= accepted:
+                tried.setdefault(label, []).append(index < accepted)
+        for label, hits in tried.items():
+            if label in self._backoffs:
+                self._backoffs[label].observe(len(hits), sum(hits))
+        return tried
 
     def _add_forced(self, batch: GuidedBatch, slot: int, room: int) -> None:
         if self.jump != "off" and len(self.drafts) < room:

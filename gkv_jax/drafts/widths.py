@@ -21,15 +21,19 @@ Verify = Literal["faster", "always"]
 SWITCH_SECONDS = 1e-3
 """What leaving one loop for another costs."""
 
+PROBE_EVERY = 200
+"""Steps whose drafts did not seem to pay, until one is verified all the same."""
+
+_WIDEST_FIRST: tuple[Program, ...] = ("drafting", "wide", "narrow")
 _SAMPLES = 15
 _ENOUGH = 3
-_MEMORY = 0.05  # weight of the latest step in a source's rate of acceptance
+_MEMORY = 0.03  # weight of the latest draft in the rate at which a source is right
 _FIRST_RATE = {"forced": 0.95}
-_ANY_RATE = 0.6
+_ANY_RATE = 0.7
 
 
 class Widths:
-    """Remembers times and rates of acceptance, and chooses the program of the next step."""
+    """Remembers times and how often drafts were right, and chooses the program of the next step."""
 
     def __init__(self, verify: Verify = "faster") -> None:
         """See ``Verify``."""
@@ -40,15 +44,17 @@ class Widths:
         }
         self._rates: dict[str, float] = {}
         self._lost = 0.0
+        self._declined = 0
 
     def observe_step(self, program: Program, seconds: float) -> None:
         """A step of ``program`` took so long."""
         self._seconds[program].append(seconds)
 
-    def observe_drafts(self, source: str, proposed: int, accepted: int) -> None:
-        """So many drafts of a source were verified and accepted in a row's step."""
-        rate = self.rate(source)
-        self._rates[source] = rate + _MEMORY * (accepted / proposed - rate)
+    def observe_drafts(self, source: str, tried: Sequence[bool]) -> None:
+        """Of drafts of a source that were verified, whether each was right."""
+        for is_right in tried:
+            rate = self.rate(source)
+            self._rates[source] = rate + _MEMORY * (is_right - rate)
 
     def rate(self, source: str) -> float:
         """The chance that a draft of ``source`` is accepted."""
@@ -77,8 +83,15 @@ class Widths:
             ]
             tokens["drafting"] = sum(map(self._expected, longer))
         best = self._best(tokens)
-        self._lost += self._loss(present, best, tokens)
-        if self._lost <= SWITCH_SECONDS and present is not None:
+        if best == "narrow" and len(tokens) > 1:
+            # What is never verified can never turn out to be right, or cheap.
+            self._declined += 1
+            if self._declined == PROBE_EVERY:
+                self._declined = 0
+                return next(program for program in _WIDEST_FIRST if program in tokens)
+        loss = self._loss(present, best, tokens)
+        self._lost = 0.0 if present == best else self._lost + loss
+        if present is not None and self._lost <= SWITCH_SECONDS:
             return present
         self._lost = 0.0
         return best
@@ -91,17 +104,19 @@ class Widths:
         As in renting skis, a loop is left when staying has lost as much as leaving costs.
         """
         if present is None or present == best:
-            self._lost = 0.0
             return 0.0
+        if self._verify == "always":
+            return math.inf
         cost, least = self._cost(present), self._cost(best)
-        if self._verify == "always" or cost is None or least is None:
+        if cost is None:
+            return 0.0  # stay until it is known
+        if least is None:
             return math.inf
         brings = tokens.get(present, tokens["narrow"])
         return max(0.0, cost - brings * least / tokens[best])
 
     def _best(self, tokens: Mapping[Program, float]) -> Program:
-        order: tuple[Program, ...] = ("drafting", "wide", "narrow")
-        candidates = [program for program in order if program in tokens]
+        candidates = [program for program in _WIDEST_FIRST if program in tokens]
         if self._verify == "always":
             return candidates[0]
         for program in candidates:

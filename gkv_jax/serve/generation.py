@@ -29,10 +29,14 @@ def submit(engine: Engine, request: Request, on_end: OnEnd) -> AsyncGenerator[Pi
     arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     def sink(piece: Piece | None) -> None:
-        if piece is None:
-            on_end(request)
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads any more
-            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+        try:
+            if piece is None:
+                on_end(request)
+        finally:  # the client learns in any case
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the event loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(arrived.put_nowait, piece)
 
     request.sink = sink
     engine.submit(request)

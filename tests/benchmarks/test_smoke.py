@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, fill, head, overlap, sampling
+from benchmarks import decode, fill, head, overlap, quantize, sampling
 from benchmarks.common import interleaved, medians
 from benchmarks.drafts import __main__ as drafts
-from benchmarks.drafts import ours, trees
+from benchmarks.drafts import nothing, ours, trees
 from benchmarks.drafts.documents import closed, guide_of
 from benchmarks.drafts.peers import LLAMA_CPP, Peer
 from benchmarks.drafts.self_draft import self_draft
@@ -122,6 +122,21 @@ def test_fill(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for engines in tasks.values():
         for by_threads in engines.values():
             assert all(figure > 0 for each in by_threads.values() for figure in each.values())
+
+
+def test_quantize(tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "The quick brown fox. " * 20
+    quantize.run(tiny, text, 300, tokens=4, repetitions=1, folder=tmp_path, batches=[1])
+    assert "float32 / int8" in capsys.readouterr().out
+    found = json.loads((tmp_path / "quantize.json").read_text())
+    assert found["quality"]["same"] > 0.8
+    assert len(found["ms_per_step"]) == 4
+
+
+def test_nothing_to_draft(tiny: LoadedModel, tmp_path: Path) -> None:
+    nothing.run(tiny, tokens=4, repetitions=1, folder=tmp_path)
+    ratios = json.loads((tmp_path / "drafts_nothing.json").read_text())["ratios"]
+    assert set(ratios) == {"float32", "int8"}
 
 
 PEER = """

@@ -133,6 +133,22 @@ def test_a_source_of_the_caller_s_own(drafting: Engine, plain: list[Any]) -> Non
     assert all(r.stats["drafts"]["custom"]["accepted"] > 0 for r in results)
 
 
+def test_nothing_is_accepted_behind_the_end(plain: list[Any]) -> None:
+    """Neither behind a stop token, which is never drafted, nor behind a stop text or the last token."""
+    with make() as engine:
+        for end in ({"max_tokens": 40}, {"max_tokens": 7}, {"max_tokens": 40, "stop": "x"}):
+            (expected,) = engine.generate("Free text", sampling=Sampling(jump="off", **end))
+            guess = (*expected.tokens, STOP, *expected.tokens)
+            for guide, prompt in ((None, "Free text"), (Guide.regex("[a-w]{9}x[a-z]*"), "x")):
+                sampling = Sampling(jump="off", **end)
+                (result,) = engine.generate(
+                    prompt, guide=guide, sampling=sampling, drafts=ScriptedDrafts(guess)
+                )
+                assert result.error is None
+                assert result.stats["drafts_accepted"] <= len(result.tokens) + 1
+                assert result.stats["tokens_per_forward"] <= SPEC.queries
+
+
 @pytest.mark.parametrize("name", [n for n in DRAFT_MODELS if n != "nearly itself"])
 def test_a_draft_model_guesses_under_the_same_masks_and_noise(name: str, plain: list[Any]) -> None:
     """A model that drafts for itself is always right, sampled or greedy, guided or free."""
@@ -279,6 +295,11 @@ def test_a_fill_that_never_comes_back_while_drafting(
             SPEC,
             "draft.cache chooses tokens by 'h2o'",
         ),
+        (
+            {"cache": CacheSpec(window=600, max_drafts=3)},
+            SPEC,
+            "draft.cache holds 604 tokens, more than the 512",
+        ),
         ({"model": Llama(text_config(vocab_size=300))}, SPEC, "draft.model has 300 tokens"),
         ({"target_ids": np.arange(7)}, SPEC, "draft.target_ids is int64 [7]"),
         ({"target_ids": np.full(290, 5)}, SPEC, "different tokens from 0 to 289"),
@@ -332,6 +353,10 @@ def test_fields_of_the_wrong_kind(field: str, value: Any) -> None:
         Sampling(**{field: value})
 
 
-def test_verify_must_be_known() -> None:
+def test_options_of_the_wrong_kind() -> None:
     with pytest.raises(UserError, match="verify is 'never'"):
         make(verify="never")
+    with pytest.raises(UserError, match="draft is 'tiny'; give a DraftModel"):
+        make(draft="tiny")
+    with make() as engine, pytest.raises(UserError, match="drafts is one source for 2 prompts"):
+        engine.generate(["a", "b"], drafts=ScriptedDrafts((1,)))

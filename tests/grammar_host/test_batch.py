@@ -480,3 +480,12 @@ def test_the_cost_outside_of_the_engine_is_small():
     assert min(seconds) < 1e-3
     assert legal(matchers[0])  # every slot did its work
     assert batch.counters(7).filled == 300
+
+
+def test_free_text_drafts_no_stop_token():
+    batch = GuidedBatch(1, 4, VOCAB_SIZE)
+    batch.admit(0, None, stop_token_ids=[STOP])
+    assert batch.propose(0, [1, STOP, 2]) == [1]
+    assert batch.extend(0, [3]) == [3]
+    counters = batch.counters(0)
+    assert (counters.drafts_usable, counters.drafts_past_stop) == (2, 2)

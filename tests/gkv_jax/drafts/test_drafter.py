@@ -107,10 +107,12 @@ def test_tallies_by_source() -> None:
     batch = FakeBatch({0: [7, 8]})
     drafter = Drafter("verify", {"ahead": Ahead(9)})
     propose(drafter, batch)
-    assert drafter.observe(3) == {"forced": Tally(2, 2), "ahead": Tally(4, 1)}
+    assert drafter.observe(3) == {"forced": [True, True], "ahead": [True, False]}
     propose(drafter, batch)
-    assert drafter.observe(0) == {"forced": Tally(2, 0), "ahead": Tally(4, 0)}
-    assert drafter.tallies == {"forced": Tally(4, 2), "ahead": Tally(8, 1)}
+    assert drafter.observe(0) == {"forced": [False]}  # of the others nobody knows
+    propose(drafter, batch)
+    assert drafter.observe(6) == {"forced": [True] * 2, "ahead": [True] * 4}
+    assert drafter.tallies == {"forced": Tally(6, 4), "ahead": Tally(12, 5)}
 
 
 def test_a_source_pauses_for_its_own_mistakes_only() -> None:

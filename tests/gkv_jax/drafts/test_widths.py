@@ -1,8 +1,9 @@
 """Which loop runs: by what is proposed, and by what steps have been seen to cost."""
 
+import numpy as np
 import pytest
 
-from gkv_jax.drafts.widths import SWITCH_SECONDS, Program, Widths
+from gkv_jax.drafts.widths import PROBE_EVERY, SWITCH_SECONDS, Program, Widths
 
 NOTHING: list[list[str]] = [[], []]
 FORCED = [["forced"] * 3, []]
@@ -19,18 +20,27 @@ def measured(**seconds: float) -> Widths:
 
 
 def settled(widths: Widths, present: Program, proposals: list[list[str]]) -> Program:
-    """Where many steps with the same proposals end."""
-    for _ in range(1000):
+    """Where steps with the same proposals end, before one is a probe."""
+    for _ in range(PROBE_EVERY - 1):
         present = widths.choose(present, proposals)
     return present
 
 
 def test_what_has_not_been_measured_is_tried() -> None:
-    widths = Widths()
-    assert widths.choose(None, NOTHING) == "narrow"
-    assert widths.choose("narrow", FORCED) == "wide"
+    assert Widths().choose(None, NOTHING) == "narrow"
+    assert Widths().choose(None, FORCED) == "wide"
+    assert Widths().choose(None, NOTHING, [0, 2]) == "drafting"
+    assert measured(narrow=0.01).choose("narrow", FORCED) == "wide"
+    assert measured(wide=0.01).choose("wide", NOTHING, [0, 2]) == "drafting"
+
+
+def test_a_loop_is_measured_before_it_is_left() -> None:
+    """Else steps with drafts that come one by one would never be timed, and be tried for ever."""
+    widths = measured(narrow=0.01)
+    for _ in range(3):
+        assert widths.choose("wide", NOTHING) == "wide"
+        widths.observe_step("wide", 0.02)
     assert widths.choose("wide", NOTHING) == "narrow"
-    assert widths.choose("wide", NOTHING, [0, 2]) == "drafting"
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(1.0, "wide"), (2.0, "wide"), (3.0, "narrow")])
@@ -47,8 +57,8 @@ def test_guesses_that_fail_lose_their_credit() -> None:
     proposals = [["lookup"] * 3]
     assert settled(widths, "narrow", proposals) == "wide"
     for _ in range(100):
-        widths.observe_drafts("lookup", 3, 0)
-    assert widths.rate("lookup") < 0.01 < widths.rate("forced")
+        widths.observe_drafts("lookup", [False])
+    assert widths.rate("lookup") < 0.05 < widths.rate("forced")
     assert settled(widths, "wide", proposals) == "narrow"
 
 
@@ -75,3 +85,30 @@ def test_one_slow_step_is_no_evidence() -> None:
     widths = measured(narrow=0.01, wide=0.011)
     widths.observe_step("wide", 10.0)
     assert settled(widths, "wide", FORCED) == "wide"
+
+
+def test_a_chain_is_worth_what_its_drafts_bring() -> None:
+    """Each is right with the same chance if those before it are: that chance is what is learned."""
+    rng, widths, rates = np.random.default_rng(0), Widths(), []
+    for _ in range(2000):
+        misses = np.flatnonzero(rng.random(7) > 0.8)
+        hits = misses[0] if len(misses) else 7
+        widths.observe_drafts("lookup", [True] * hits + [False] * int(hits < 7))
+        rates.append(widths.rate("lookup"))
+    assert abs(np.mean(rates[200:]) - 0.8) < 0.03
+
+
+def test_what_did_not_pay_is_tried_again() -> None:
+    widths = measured(narrow=0.01, wide=0.05)
+    chosen = [widths.choose("narrow", FORCED) for _ in range(2 * PROBE_EVERY)]
+    assert chosen.count("wide") == 2
+    assert settled(widths, "narrow", NOTHING) == "narrow"
+
+
+def test_losses_before_a_good_step_are_forgotten() -> None:
+    lost = SWITCH_SECONDS / 2.5
+    widths = measured(narrow=0.01, wide=0.01 + lost)
+    for _ in range(20):
+        assert widths.choose("wide", NOTHING) == "wide"
+        assert widths.choose("wide", NOTHING) == "wide"
+        assert widths.choose("wide", FORCED) == "wide"
