@@ -87,7 +87,7 @@ def quality(
 
 def ms_per_step(engine: Engine, tokens: int, wide: bool) -> float:
     """Of free text in every slot, between the first and the last token of the last request."""
-    drafts = WrongDrafts(engine.model.vocab_size - 1) if wide else None
+    drafts = [WrongDrafts(engine.model.vocab_size - 1)] * engine.slots if wide else None
     sampling = Sampling(max_tokens=tokens)
     results = engine.generate([PROMPT] * engine.slots, sampling=sampling, drafts=drafts)
     first = [engine.generate(PROMPT, sampling=Sampling(max_tokens=1))[0].stats["seconds"]]
