@@ -10,12 +10,12 @@ FORCED = [["forced"] * 3, []]
 """Two rows, one of which has three drafts."""
 
 
-def measured(**seconds: float) -> Widths:
+def measured(seconds: dict[Program, float]) -> Widths:
     """As after a few steps of these costs."""
     widths = Widths()
     for _ in range(5):
         for program, cost in seconds.items():
-            widths.observe_step(program, cost)  # type: ignore[arg-type]
+            widths.observe_step(program, cost)
     return widths
 
 
@@ -30,13 +30,13 @@ def test_what_has_not_been_measured_is_tried() -> None:
     assert Widths().choose(None, NOTHING) == "narrow"
     assert Widths().choose(None, FORCED) == "wide"
     assert Widths().choose(None, NOTHING, [0, 2]) == "drafting"
-    assert measured(narrow=0.01).choose("narrow", FORCED) == "wide"
-    assert measured(wide=0.01).choose("wide", NOTHING, [0, 2]) == "drafting"
+    assert measured({"narrow": 0.01}).choose("narrow", FORCED) == "wide"
+    assert measured({"wide": 0.01}).choose("wide", NOTHING, [0, 2]) == "drafting"
 
 
 def test_a_loop_is_measured_before_it_is_left() -> None:
     """Else steps with drafts that come one by one would never be timed, and be tried for ever."""
-    widths = measured(narrow=0.01)
+    widths = measured({"narrow": 0.01})
     for _ in range(3):
         assert widths.choose("wide", NOTHING) == "wide"
         widths.observe_step("wide", 0.02)
@@ -46,14 +46,14 @@ def test_a_loop_is_measured_before_it_is_left() -> None:
 @pytest.mark.parametrize(("ratio", "expected"), [(1.0, "wide"), (2.0, "wide"), (3.0, "narrow")])
 def test_a_wide_step_must_bring_what_it_costs(ratio: float, expected: Program) -> None:
     """Two rows and three drafts that are nearly always right: 2.4 times the tokens of a narrow step."""
-    widths = measured(narrow=0.01, wide=0.01 * ratio)
+    widths = measured({"narrow": 0.01, "wide": 0.01 * ratio})
     for present in ("narrow", "wide"):
         assert settled(widths, present, FORCED) == expected
         assert settled(widths, present, NOTHING) == ("narrow" if ratio > 1 else present)
 
 
 def test_guesses_that_fail_lose_their_credit() -> None:
-    widths = measured(narrow=0.01, wide=0.015)
+    widths = measured({"narrow": 0.01, "wide": 0.015})
     proposals = [["lookup"] * 3]
     assert settled(widths, "narrow", proposals) == "wide"
     for _ in range(100):
@@ -64,7 +64,7 @@ def test_guesses_that_fail_lose_their_credit() -> None:
 
 def test_a_loop_is_left_when_staying_has_cost_as_much_as_leaving() -> None:
     lost = SWITCH_SECONDS / 4
-    widths = measured(narrow=0.01, wide=0.01 + lost)
+    widths = measured({"narrow": 0.01, "wide": 0.01 + lost})
     stays = 0
     while widths.choose("wide", NOTHING) == "wide":
         stays += 1
@@ -82,7 +82,7 @@ def test_always_asks_no_clock() -> None:
 
 
 def test_one_slow_step_is_no_evidence() -> None:
-    widths = measured(narrow=0.01, wide=0.011)
+    widths = measured({"narrow": 0.01, "wide": 0.011})
     widths.observe_step("wide", 10.0)
     assert settled(widths, "wide", FORCED) == "wide"
 
@@ -99,7 +99,7 @@ def test_a_chain_is_worth_what_its_drafts_bring() -> None:
 
 
 def test_what_did_not_pay_is_tried_again() -> None:
-    widths = measured(narrow=0.01, wide=0.05)
+    widths = measured({"narrow": 0.01, "wide": 0.05})
     chosen = [widths.choose("narrow", FORCED) for _ in range(2 * PROBE_EVERY)]
     assert chosen.count("wide") == 2
     assert settled(widths, "narrow", NOTHING) == "narrow"
@@ -107,7 +107,7 @@ def test_what_did_not_pay_is_tried_again() -> None:
 
 def test_losses_before_a_good_step_are_forgotten() -> None:
     lost = SWITCH_SECONDS / 2.5
-    widths = measured(narrow=0.01, wide=0.01 + lost)
+    widths = measured({"narrow": 0.01, "wide": 0.01 + lost})
     for _ in range(20):
         assert widths.choose("wide", NOTHING) == "wide"
         assert widths.choose("wide", NOTHING) == "wide"

@@ -80,5 +80,6 @@ def test_drafts_change_nothing() -> None:
 
 
 def test_an_unknown_way_to_round() -> None:
+    unknown: Any = "int4"
     with pytest.raises(UserError, match=r"quantize is 'int4'; choose from \('int8',\)"):
-        Engine.from_pretrained("smollm2-135m-instruct", quantize="int4")  # type: ignore[arg-type]
+        Engine.from_pretrained("smollm2-135m-instruct", quantize=unknown)
