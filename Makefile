@@ -8,7 +8,7 @@ MODEL  ?= smollm2-135m-instruct
 PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full model aot-cuda lint format bench bench-peers eval-cache clean
+.PHONY: help demo test test-full model aot-cuda clients lint format bench bench-peers eval-cache chromium clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,32 @@ $(VENV)/cuda/installed: $(VENV)/installed
 
 aot-cuda: $(VENV)/cuda/installed  ## what compiles for NVIDIA GPUs that are not there (720 MB)
 
+# The browser for the tests of the server's page. Where it cannot be installed, they are skipped.
+chromium:  ## the browser of the page's tests, from Debian's packages, if there is none
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
+	  echo "no Chromium, and no apt-get or no right to use it: the page's tests will be skipped"; \
+	else { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium; } >/dev/null || \
+	  echo "apt-get could not install Chromium: the page's tests will be skipped"; fi
+
+# Clients of the server that tests run as their users do. LiteLLM and Instructor want an older openai than
+# ours: an environment of their own, without our constraints.
+$(VENV)/clients/installed: | $(VENV)/installed
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet \
+	  'litellm==1.110.2' 'instructor==1.17.0' 'langchain-openai==1.7.4'
+	@touch $@
+
+clients: $(VENV)/clients/installed  ## LiteLLM, Instructor and LangChain, for tests of the server (440 MB)
+
+# schemathesis wants an older jsonschema-rs than ours: an environment of its own, without our constraints.
+$(VENV)/schemathesis/installed: | $(VENV)/installed
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet 'schemathesis==4.32.5'
+	@touch $@
+
 model: $(VENV)/installed  ## fetch the small real model (98 MB, verified)
 	$(BIN)/python -m gkv_jax.weights.fetch $(MODEL)
 
@@ -47,10 +73,10 @@ demo: model  ## the main job: a real model writes a document that obeys a JSON S
 	$(BIN)/python -m gkv_jax.generate --model $(MODEL) --schema examples/person.json \
 	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
 
-test: model lint $(VENV)/libtpu aot-cuda  ## ruff, mypy and the tests (what CI runs)
+test: model lint $(VENV)/libtpu aot-cuda chromium clients $(VENV)/schemathesis/installed  ## ruff, mypy and the tests (what CI runs)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
 
-test-full: model lint $(VENV)/libtpu aot-cuda  ## the long sizes of the long checks, too
+test-full: model lint $(VENV)/libtpu aot-cuda chromium clients $(VENV)/schemathesis/installed  ## the long sizes of the long checks, too
 	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/installed  ## ruff and mypy
@@ -71,6 +97,9 @@ bench: model  ## the benchmarks whose figures stand in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.long_context
 	$(BIN)/python -m benchmarks.quantize
 	$(BIN)/python -m benchmarks.drafts.nothing
+	$(BIN)/python -m benchmarks.serve_load --quantize int8 --json benchmarks/results/serve_load.json
+	$(BIN)/python -m benchmarks.serve_load --quantize int8 --isolation \
+	  --json benchmarks/results/serve_isolation.json
 
 # kvpress wants an older transformers than ours: an environment of its own, without our constraints.
 $(VENV)/kvpress/installed: | $(VENV)/installed

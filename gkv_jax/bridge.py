@@ -6,6 +6,8 @@ tokens out, and answers at once with the next inputs, while a worker thread fill
 hang on data: the forward consumes what ``submit`` returned, ``collect`` a number computed from the
 hidden states. Nothing else keeps XLA from scheduling them where they would be of no use.
 
+A third callback, ``collect_bias``, is in a branch that only steps with a biased row take.
+
 The callbacks are total. They touch NumPy and Python only (a callback that calls JAX can deadlock the
 runtime), they take no lock that a thread inside JAX might hold, and they never raise: what goes wrong
 with a row ends that row's request and leaves the others alone.
@@ -24,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from gkv_jax.bias import LogitBias
 from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts.widths import Program, Verify, Widths
-from gkv_jax.request import FinishReason, Request, RequestCancelled
+from gkv_jax.request import FinishReason, Request, TokenTrace
 from grammar_host import GuidedBatch
 
 # The one piece of global state: a compiled loop outlives sessions, so it names them by number.
@@ -36,6 +39,9 @@ _handles = itertools.count(1)
 STOP, VERIFY, READ_ONE, READ_MANY = range(4)
 """What an answer says is next: leave the loop, a step, or a pass of the draft model in which each row
 reads at most one token, or as many as a step has."""
+
+WANTS_LOGPROBS, IS_BIASED = 1, 2
+"""Bits of what a row asks of a step."""
 
 
 class GrammarTimeout(RuntimeError):
@@ -56,10 +62,17 @@ class _Row:
     """Tokens of the text, drafts included, that the draft model's cache holds."""
     is_drafting: bool = False
     """Whether the draft model is at work for the next step."""
+    bias: LogitBias | None = None
 
     @property
     def drafts(self) -> list[int]:
         return self.request.drafter.drafts
+
+    @property
+    def wants(self) -> int:
+        """What the row asks of its next step, as bits."""
+        wants_logprobs = self.request.sampling.logprobs is not None
+        return WANTS_LOGPROBS * wants_logprobs | IS_BIASED * (self.bias is not None)
 
     def unread(self) -> list[int]:
         """What the draft model has not read yet; never empty."""
@@ -200,7 +213,8 @@ class Session:
         grammar = request.grammar
         matcher = grammar.matcher(stop_token_ids=request.stop_token_ids) if grammar else None
         position = len(request.prompt) - 1
-        row = _Row(request, position, last=request.prompt[-1], read=position)
+        bias = LogitBias.of(request.sampling, self._vocab_size)
+        row = _Row(request, position, last=request.prompt[-1], read=position, bias=bias)
         self._batch.admit(
             slot,
             matcher,
@@ -248,8 +262,8 @@ class Session:
 
         Returns:
           int32 ``[B, N+4]``: N input tokens, the number of drafts among them, whether the row is
-          active, whether it wants log-probabilities, and (the same in all rows) what is next: ``STOP``,
-          ``VERIFY``, or a pass of the draft model, see ``submit_draft``.
+          active, what it asks for (``WANTS_LOGPROBS``, ``IS_BIASED``), and (the same in all rows) what is
+          next: ``STOP``, ``VERIFY``, or a pass of the draft model, see ``submit_draft``.
         """
         n = self._width[0]
         now = time.perf_counter()
@@ -308,26 +322,42 @@ class Session:
         ends = [len(row.drafts) if row is not None else 0 for row in self._rows]
         return np.concatenate([masks[rows, ends], enabled[rows, ends, None]], axis=1)[:, None]
 
+    def collect_bias(self) -> np.ndarray:
+        """What to add to the step's logits, float32 ``[B,V+N-1]``, see ``LogitBias.fill``. Never raises.
+
+        Rows without bias are zeros.
+        """
+        n = self._width[0]
+        # A new one: the runtime may read it in place, and later.
+        bias = np.zeros((len(self._rows), self._vocab_size + n - 1), np.float32)
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.bias is not None:
+                row.bias.fill(bias[slot], row.drafts)
+        return bias
+
     # Helpers ------------------------------------------------------------------------------------
 
     def _advance(self, slot: int, row: _Row, sampled: list[int], logprobs: np.ndarray) -> None:
         """Account for what the device says a row produced; ``logprobs`` has a line for each token."""
         request = row.request
         request.forwards += 1
-        if request.cancelled:
-            raise RequestCancelled("the request was cancelled")
+        if request.cancellation is not None:
+            raise request.cancellation
         emitted, reason = self._cut(request, sampled)
         # Text first: a stop text ends the output before whatever was verified behind it.
         texts = request.read([t for t in emitted if t not in request.stop_token_ids])
         if request.text_stream.stopped:
             emitted, reason = emitted[: len(texts)], "stop"
+        trace = self._trace(slot, row, sampled[: len(emitted)]) if request.wants_trace else ()
         # What was verified behind the end never happened.
         for source, tried in request.drafter.observe(min(len(sampled) - 1, len(emitted))).items():
             self._widths.observe_drafts(source, tried)
         accepted = self._batch.advance(slot, emitted)
         request.fill_seconds = self._batch.counters(slot).fill_seconds
         counted = [t for t in emitted[:accepted] if t not in request.stop_token_ids]
-        request.emit(counted, texts[: len(counted)], logprobs)
+        request.emit(counted, texts[: len(counted)], logprobs, trace[: len(counted)])
+        if row.bias is not None:
+            row.bias.count(counted)
         failure = self._batch.failure(slot)
         if failure is not None:
             raise failure
@@ -340,6 +370,24 @@ class Session:
         row.last = emitted[-1]
         row.read = min(row.read, row.position)  # the draft model forgets what was refused, too
         self._propose(slot, row)
+
+    def _trace(self, slot: int, row: _Row, emitted: list[int]) -> tuple[TokenTrace, ...]:
+        """How a step's tokens came to be; the masks are those that it has used."""
+        request, (masks, enabled) = row.request, self._arrays[self._width[0]]
+        labels = request.drafter.labels
+        trace = []
+        for index, token in enumerate(emitted):
+            is_draft = row.drafts[index : index + 1] == [token]
+            legal = _count_legal(masks[slot, index], self._vocab_size)
+            trace.append(
+                TokenTrace(
+                    token,
+                    request.text_stream.alone(token),
+                    legal if enabled[slot, index] else None,
+                    labels[index] if is_draft else "sampled",
+                )
+            )
+        return tuple(trace)
 
     @staticmethod
     def _cut(request: Request, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -383,6 +431,7 @@ class Session:
     ) -> None:
         self._rows[slot] = None
         self._batch.release(slot)
+        row.request.evicted_tokens = _evicted_tokens(self._spec, row)
         if row.request.wants_report and error is None:
             row.request.ended = time.perf_counter()  # the report takes no part of its time
             self._ended.append(Ended(slot, row.request, row.position, reason))
@@ -426,8 +475,7 @@ class Session:
                 drafts = row.drafts
                 answer[slot, 0] = row.last
                 answer[slot, 1 : 1 + len(drafts)] = drafts
-                wants_logprobs = row.request.sampling.logprobs is not None
-                answer[slot, n : n + 3] = len(drafts), 1, wants_logprobs
+                answer[slot, n : n + 3] = len(drafts), 1, row.wants
         self._start_filling()
         return answer
 
@@ -461,6 +509,26 @@ class Session:
         return masks, enabled
 
 
+def _evicted_tokens(spec: CacheSpec, row: _Row) -> int:
+    """Tokens of a row's text that its cache holds no more, as ``CacheReport`` finds them."""
+    if spec.max_tokens is not None:
+        return 0
+    prompt = len(row.request.prompt) - 1
+    chosen = prompt if spec.selects(prompt) else 0  # where the last choice fell
+    places = spec.kept
+    if spec.evictor is None:
+        places = min(places, max(0, chosen - spec.sinks - spec.window + 1))
+        chosen = row.position
+    chosen = max(chosen, row.position - row.position % spec.interval)
+    return max(0, chosen - spec.sinks - spec.window + 1 - places)
+
+
+def _count_legal(words: np.ndarray, vocab_size: int) -> int:
+    """Tokens that a mask row allows, int32 ``[W]``; bits beyond the vocabulary do not count."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size)
+    return int(np.count_nonzero(bits))
+
+
 def _as_exception(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
@@ -476,6 +544,13 @@ def collect(handle: jax.Array, after: jax.Array, vocab_size: int) -> jax.Array:
     batch, n = after.shape[:2]
     out = jax.ShapeDtypeStruct((batch, n, -(-vocab_size // 32) + 1), jnp.int32)
     return io_callback(_collect, out, handle, after.reshape(-1)[0])
+
+
+def collect_bias(handle: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
+    """``Session.collect_bias`` for the step of these tokens, int32 ``[B,N]``: ``[B,V+N-1]`` float32."""
+    batch, n = tokens.shape
+    out = jax.ShapeDtypeStruct((batch, vocab_size + n - 1), jnp.float32)
+    return io_callback(_collect_bias, out, handle, tokens[0, 0])
 
 
 def submit_draft(handle: jax.Array, sampled: jax.Array, n: int) -> jax.Array:
@@ -496,6 +571,10 @@ def _submit(handle: jax.Array, sampled: jax.Array) -> np.ndarray:
 
 def _collect(handle: jax.Array, ready: jax.Array) -> np.ndarray:
     return _session(handle).collect()
+
+
+def _collect_bias(handle: jax.Array, ready: jax.Array) -> np.ndarray:
+    return _session(handle).collect_bias()
 
 
 def _submit_draft(handle: jax.Array, sampled: jax.Array) -> np.ndarray:

@@ -8,6 +8,8 @@
         cache   = commit(n_new)                      what has left the window may stay, if a policy says so
         tokens  = submit(sampled, n_new)             the host accepts, stops, streams, proposes
 
+Where a row has a bias or penalties, a branch of ``sample`` fetches what to add to its logits.
+
 Verification is sample-then-compare: a draft counts if it equals the token sampled before it. With
 noise keyed by seed and position, the output is the same with drafts and without.
 """
@@ -43,7 +45,15 @@ def verify(
     hidden, cache, pending = forward(params, cache, inputs, model=model, spec=spec, kernel=kernel)
     masks = bridge.collect(handle, hidden, model.vocab_size)
     sampled, next_pos = choose(
-        params, hidden, inputs, masks, sampling, model=model, kernel=kernel, head=head
+        params,
+        hidden,
+        inputs,
+        masks,
+        sampling,
+        model=model,
+        kernel=kernel,
+        head=head,
+        bias=lambda: bridge.collect_bias(handle, inputs.tokens, model.vocab_size),
     )
     cache = commit(cache, pending, inputs.next_pos, next_pos, model=model, spec=spec)
     return cache, bridge.submit(handle, sampled, inputs.tokens.shape[1]), next_pos
@@ -152,7 +162,34 @@ def drafting_loop(
 
 
 _forward = jax.jit(forward, static_argnames=("model", "spec", "kernel"), donate_argnames=("cache",))
-_choose = jax.jit(choose, static_argnames=("model", "kernel", "head"))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "kernel", "head"))
+def _choose(
+    params: Params,
+    hidden: jax.Array,
+    inputs: StepInputs,
+    masks: jax.Array,
+    sampling: Rows,
+    bias: jax.Array,
+    *,
+    model: Decoder,
+    kernel: Implementation | None,
+    head: Head,
+) -> tuple[jax.Array, jax.Array]:
+    return choose(
+        params,
+        hidden,
+        inputs,
+        masks,
+        sampling,
+        model=model,
+        kernel=kernel,
+        head=head,
+        bias=lambda: bias,
+    )
+
+
 _commit = jax.jit(commit, static_argnames=("model", "spec"), donate_argnames=("cache",))
 _unpack = jax.jit(StepInputs.unpack)
 
@@ -175,6 +212,9 @@ def host_loop(
     if the session's program is ``"drafting"``.
     """
     answer, next_pos = session.inputs(), jnp.asarray(session.positions())
+    # On the device, so that steps without bias, which do not read it, move nothing there.
+    n = answer.shape[1] - 4
+    no_bias = jax.device_put(np.zeros((len(answer), model.vocab_size + n - 1), np.float32))
     while answer[0, -1]:
         while answer[0, -1] >= bridge.READ_ONE:
             assert drafting is not None
@@ -189,6 +229,7 @@ def host_loop(
             inputs,
             session.collect(),
             sampling,
+            session.collect_bias() if np.any(answer[:, -2] & bridge.IS_BIASED) else no_bias,
             model=model,
             kernel=kernel,
             head=head,

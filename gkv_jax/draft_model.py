@@ -137,14 +137,16 @@ class Drafting:
         self.__dict__.pop("cache", None)  # first, or there may be no room for the new one
         self.cache = init_cache(self.spec, self.model, self._slots, cache_dtype(self.params))
 
-    def reads(self, row: int, tokens: Sequence[int]) -> Iterator[None]:
-        """Read a prompt into a row, one call of the device after the other."""
+    def reads(self, row: int, tokens: Sequence[int]) -> Iterator[int]:
+        """Read a prompt into a row, one call of the device after the other.
+
+        Yields before each call how many tokens it computes. Between calls, steps may change other rows.
+        """
         self.cache = reset_row(self.cache, np.int32(row), spec=self.spec, model=self.model)
-        for cache in reading(
-            self.params, self.cache, tokens, row, model=self.model, spec=self.spec
-        ):
-            self.cache = cache
-            yield
+        for call in reading(self.params, tokens, row, model=self.model, spec=self.spec):
+            yield call.size
+            # Kept once it is there: a call that fails leaves a cache that says that it is lost.
+            self.cache = jax.block_until_ready(call.run(self.cache))
 
     def one_pass(
         self,

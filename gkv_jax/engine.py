@@ -1,11 +1,14 @@
 """The engine: a fixed number of slots, requests that queue for them, and the loop that serves them."""
 
 import collections
+import concurrent.futures
+import dataclasses
 import math
+import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -25,16 +28,16 @@ from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.prefill import SHORTEST, reading
 from gkv_jax.prefix import PrefixStore
-from gkv_jax.request import Request, RequestCancelled, Result, Stream
+from gkv_jax.request import Request, Result, Stream
 from gkv_jax.sampling import Sampling, greedy_rows, set_row
 from gkv_jax.step import Head
 from gkv_jax.text import TextStream
-from grammar_host import GrammarCompiler, GrammarError, Guide, TokenizerInfo
+from grammar_host import Grammar, GrammarCompiler, GrammarError, Guide, TokenizerInfo
 from grammar_host.backends import check_backend_name
 from grammar_host.backends.base import Backend
 
-Prompt = str | Sequence[Mapping[str, Any]]
-"""A text to continue, or chat messages ``{"role": ..., "content": ...}``."""
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""A text to continue, chat messages ``{"role": ..., "content": ...}``, or token ids."""
 
 Loop = Literal["device", "host"]
 
@@ -45,8 +48,10 @@ Quantization = Literal["int8"]
 class Engine:
     """Guided generation with a bounded cache.
 
-    One engine thread owns the device: it admits waiting requests to free slots, prefills them, and
-    runs the decode loop until there is something else to do. Any thread may submit requests.
+    One engine thread owns the device. Requests get free slots in the order in which they came, and
+    their prompts are read chunk by chunk. While others decode, reading and decoding take turns, each
+    for as long as the other: so a stream waits for a chunk at most, and a long prompt gets on.
+    Any thread may submit requests.
 
     Use as a context manager, or call ``close``.
     """
@@ -199,6 +204,26 @@ class Engine:
         return cache_dtype(self._params)
 
     @property
+    def queued(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._inbox.waiting)
+
+    @property
+    def active(self) -> int:
+        """Slots that are taken, by requests that decode or whose prompts are being read."""
+        return self.slots - len(self._free_slots())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the whole cache, the draft model's included."""
+        return self._cache_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused from now on: after ``close``, or without an engine thread."""
+        return self._inbox.closing or not self._inbox.is_open
+
+    @property
     def compiler(self) -> GrammarCompiler:
         """Compiles guides for this model; made on first use, so that free text needs none of it.
 
@@ -306,7 +331,9 @@ class Engine:
         while length + 1 < longest:
             lengths.add(length + 1)
             length *= 2
-        for length in sorted(lengths | {longest}):
+        lengths.add(longest)
+        self._compile_together(lengths)
+        for length in sorted(lengths):
             reads_twice = Drafter(uses_model=self._drafting is not None)
             self._warm_up(length, Sampling(max_tokens=1), reads_twice)
         # And the loops: the narrow one has run, the others run where there are drafts.
@@ -315,6 +342,42 @@ class Engine:
             self._warm_up(2, few, Drafter(sources={"warm-up": ScriptedDrafts((0,) * 4)}))
             if self._drafting is not None:
                 self._warm_up(2, few, Drafter(uses_model=True))
+
+    def _compile_together(self, lengths: Iterable[int]) -> None:
+        """Compile the loops and what prompts of these lengths need, a program per core at a time.
+
+        JAX finds them again when they are called with the same shapes. Those of a draft model, and
+        small ones, are compiled when they are first called.
+        """
+        cache = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._cache)
+        widths = [1, *([self.spec.queries] if self.spec.max_drafts else [])]
+        calls = {
+            call.size: call
+            for length in lengths
+            for call in reading(
+                self._params, (0,) * (length - 1), 0, model=self.model, spec=self.spec
+            )
+        }
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            # First those that take longest, the loops, the widest first.
+            loops = [] if self.loop == "host" else widths[::-1]
+            compiled = [pool.submit(self._compile_loop, cache, width) for width in loops]
+            compiled += [pool.submit(call.compile, cache) for call in calls.values()]
+            for each in compiled:
+                each.result()
+
+    def _compile_loop(self, cache: Cache, width: int) -> None:
+        device_loop.lower(
+            self._params,
+            cache,
+            np.zeros((self.slots, width + 4), np.int32),
+            np.zeros(self.slots, np.int32),
+            self._sampling,
+            np.int32(0),
+            model=self.model,
+            spec=self.spec,
+            head=self.head,
+        ).compile()
 
     def _warm_up(self, length: int, sampling: Sampling, drafter: Drafter | None = None) -> None:
         request = Request(
@@ -332,35 +395,50 @@ class Engine:
     def prepare(
         self,
         prompt: Prompt,
-        guide: Guide | None = None,
+        guide: Guide | Grammar | None = None,
         sampling: Sampling | None = None,
         drafts: DraftSource | None = None,
         backend: str | None = None,
         report: bool = False,
+        trace: bool = False,
     ) -> Request:
         """Check and compile everything that can be checked and compiled before a slot is taken.
 
-        ``backend`` names the grammar engine for this request; the engine's own if None. ``report`` asks
-        for ``Result.report``.
+        Args:
+          prompt: text, messages or token ids, see ``encode``.
+          guide: or what ``compiler.compile`` has made of one, which several requests may share.
+          sampling: ``Sampling()`` if None.
+          drafts: a source of its own.
+          backend: name of the grammar engine for this request; the engine's own if None.
+          report: whether ``Result.report`` shall say what the cache held at the end.
+          trace: whether ``Piece.trace`` shall say how each token came to be.
 
         Raises:
           UserError: prompt, sampling or cache do not go together, naming the field.
           GrammarError: the guide is invalid, unserved or allows nothing.
         """
         sampling = sampling or Sampling()
-        for name, value, kind in (("guide", guide, Guide), ("sampling", sampling, Sampling)):
-            if value is not None and not isinstance(value, kind):
-                raise UserError(f"{name} is {value!r}; give a {kind.__name__}")
-        tokens = self._encode(prompt)
+        if not isinstance(sampling, Sampling):
+            raise UserError(f"sampling is {sampling!r}; give a Sampling")
+        if not isinstance(guide, Guide | Grammar | None):
+            raise UserError(f"guide is {guide!r}; give a Guide, or a compiled Grammar")
+        if isinstance(guide, Grammar) and backend is not None:
+            raise UserError(
+                f"backend is {backend!r}, but the guide is compiled already, for {guide.backend!r}; "
+                "leave backend out"
+            )
+        tokens = self.encode(prompt)
         self._check_length(len(tokens))
+        self._check_bias(sampling)
         return Request(
             prompt=tokens,
             sampling=sampling,
             stop_token_ids=self._stop_token_ids,
             text_stream=TextStream(self.tokenizer, sampling.stop_texts),
-            grammar=None if guide is None else self.compiler.compile(guide, backend),
+            grammar=self.compiler.compile(guide, backend) if isinstance(guide, Guide) else guide,
             drafter=self._new_drafter(tokens, sampling, drafts),
             wants_report=report,
+            wants_trace=trace,
             cache_bytes=self._cache_bytes,
         )
 
@@ -420,7 +498,7 @@ class Engine:
           UserError: the prefix is invalid, or longer than the cache holds without evicting.
           Exception: whatever kept it from being read.
         """
-        tokens = self._encode(prompt, answer=False)
+        tokens = self.encode(prompt, answer=False)
         self._weights[1].check(len(tokens))
         self._check_length(len(tokens) + 1)
         # A request's last prompt token is its first step's input and not in the cache before.
@@ -474,16 +552,44 @@ class Engine:
 
     # Before a slot is taken -----------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt, *, answer: bool = True) -> tuple[int, ...]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer: bool = True,
+    ) -> tuple[int, ...]:
+        """The tokens of a prompt, as ``prepare`` reads it.
+
+        Args:
+          prompt: a text, with the special tokens that the tokenizer puts around it; chat messages, in
+            the tokenizer's chat template; or token ids, taken as they are.
+          tools: functions that the chat template shall describe to the model, as in OpenAI's API.
+          answer: whether a chat ends with the template's opening of an answer.
+
+        Raises:
+          UserError: no prompt, or one that the tokenizer or its template does not take.
+        """
         if not isinstance(prompt, Sequence):
-            raise UserError(f"prompt is {prompt!r}; give a string or a list of messages")
+            raise UserError(f"prompt is {prompt!r}; give a string, a list of messages or token ids")
         if not prompt:
-            raise UserError("prompt is empty; give at least one character or message")
+            raise UserError("prompt is empty; give at least one character, message or token id")
+        is_chat = not isinstance(prompt, str) and not _is_id(prompt[0])
+        if tools and not is_chat:
+            raise UserError("tools are given, but prompt is no chat; give a list of messages")
         if isinstance(prompt, str):
             # Not verbose: a text longer than the trained length is no mistake here.
             tokens = self.tokenizer.encode(prompt, verbose=False)
+        elif is_chat:
+            tokens = self._encode_chat(cast(Sequence[Mapping[str, Any]], prompt), tools, answer)
         else:
-            tokens = self._encode_chat(prompt, answer)
+            tokens = list(prompt)
+            wrong = [t for t in tokens if not _is_id(t) or not 0 <= t < self.model.vocab_size]
+            if wrong:
+                raise UserError(
+                    f"prompt holds {wrong[0]!r}, which is no token id; they are integers from 0 to "
+                    f"{self.model.vocab_size - 1}"
+                )
         if not tokens:
             raise UserError("prompt has no tokens; give at least one character or message")
         if max(tokens) >= self.model.vocab_size:
@@ -491,9 +597,14 @@ class Engine:
                 f"prompt holds token {max(tokens)}, beyond the model's {self.model.vocab_size}; "
                 "tokenizer and model do not belong together"
             )
-        return tuple(tokens)
+        return tuple(map(int, tokens))
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
+    def _encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        answer: bool,
+    ) -> list[int]:
         import jinja2
 
         if not self.tokenizer.chat_template:
@@ -503,6 +614,7 @@ class Engine:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
+                tools=list(tools) if tools else None,
                 add_generation_prompt=answer,
                 tokenize=True,
                 return_dict=False,
@@ -549,6 +661,13 @@ class Engine:
                 f"prompt has {length} tokens, but {problem}; shorten it, or use policy 'window'"
             )
 
+    def _check_bias(self, sampling: Sampling) -> None:
+        token = max(dict(sampling.logit_bias), default=0)
+        if token >= self.model.vocab_size:
+            raise UserError(
+                f"sampling.logit_bias names token {token}, beyond the model's {self.model.vocab_size}"
+            )
+
     def _refused(self, error: Exception) -> Request:
         request = Request((), Sampling(), frozenset(), TextStream(self.tokenizer))
         request.finish("error", error)
@@ -558,22 +677,32 @@ class Engine:
 
     def _work(self) -> None:
         """Serve until nothing is left to do."""
-        while not self._inbox.closing and (self._inbox.waiting or self._session.any_active):
+        inbox = self._inbox
+        while not inbox.closing and (
+            inbox.waiting or inbox.reading is not None or self._session.any_active
+        ):
             try:
-                self._admit_waiting()
+                self._drop_cancelled()
+                self._read_on()
                 if self._session.any_active:
                     self._run()
             except Exception as error:
                 # The device program failed. What was running is lost, and the cache with it.
-                self._session.fail_all(error)
-                self._session.close()
+                self._end_all(error)
                 del self._cache  # first, or there may be no room for the new one
                 self._session, self._cache = self._new_session(), self._new_cache()
                 if self._drafting is not None:
                     self._drafting.clear()
-        if self._inbox.closing:
-            self._session.fail_all(_closed())
-            self._session.close()
+        if inbox.closing:
+            self._end_all(_closed())
+
+    def _end_all(self, error: Exception) -> None:
+        """End what is being read and what decodes, and the session with it."""
+        if (reading := self._inbox.reading) is not None:
+            self._inbox.reading = None
+            reading.request.finish("error", error)
+        self._session.fail_all(error)
+        self._session.close()
 
     def _run(self) -> None:
         """Decode until the session wants something else."""
@@ -644,47 +773,86 @@ class Engine:
             else:
                 ended.request.finish(ended.reason)
 
-    def _admit_waiting(self) -> None:
-        waiting = self._inbox.waiting
-        for request in [r for r in list(waiting) if r.cancelled]:
-            waiting.remove(request)
-            request.finish("error", RequestCancelled("the request was cancelled"))
-        for slot in self._session.free_slots:
-            if not waiting:
-                return
-            request = waiting.popleft()
-            request.admitted = time.perf_counter()
-            try:
-                self._prefill(slot, request)
-                set_row(self._sampling, slot, request.sampling)
-                self._session.admit(slot, request)
-            except Exception as error:  # of this request alone, unless it took the cache with it
-                request.finish("error", error)
-                caches = self._cache, self._drafting and self._drafting.cache
-                if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
-                    raise
+    def _drop_cancelled(self) -> None:
+        """End what was cancelled before it decoded."""
+        inbox = self._inbox
+        for request in [r for r in list(inbox.waiting) if r.cancelled]:
+            inbox.waiting.remove(request)
+            request.finish("error", request.cancellation)
+        if inbox.reading is not None and inbox.reading.request.cancelled:
+            request, inbox.reading = inbox.reading.request, None
+            request.finish("error", request.cancellation)
 
-    def _prefill(self, slot: int, request: Request) -> None:
-        """Read a prompt, all but its last token: that one is the first step's input."""
+    def _read_on(self) -> None:
+        """Read waiting prompts: all of them while nobody decodes, else for one turn.
+
+        A turn reads as many tokens as a chunk has, short prompts together or a part of a long one, and
+        one call of the device at least. Then it is the turn of the decode loop, for as long.
+        """
+        inbox, session = self._inbox, self._session
+        if session.any_active and time.perf_counter() < inbox.next_turn:
+            return
+        began, room, has_read = time.perf_counter(), self.spec.longest_chunk, False
+        while not inbox.closing and (reading := self._present_reading()) is not None:
+            if session.any_active and has_read and reading.size > room:
+                break
+            room, has_read = room - reading.size, True
+            self._go_on(reading)
+            self._drop_cancelled()
+        if has_read:
+            inbox.next_turn = 2 * time.perf_counter() - began
+
+    def _present_reading(self) -> "_Reading | None":
+        """What is being read: if nothing, the first of those that wait, where a slot is free for it."""
+        inbox = self._inbox
+        while inbox.reading is None and inbox.waiting and (free := self._free_slots()):
+            request = inbox.waiting[0]
+            request.admitted = time.perf_counter()
+            inbox.reading = _Reading(free[0], request, self._reads(free[0], request))
+            inbox.waiting.popleft()
+            self._go_on(inbox.reading)  # to its first call, or to its end if it needs none
+        return inbox.reading
+
+    def _go_on(self, reading: "_Reading") -> None:
+        """Read a prompt up to the next call of the device, or to its end."""
+        try:
+            reading.size = next(reading.calls)
+        except StopIteration:
+            self._inbox.reading = None
+        except Exception as error:  # of this request alone, unless it took the cache with it
+            self._inbox.reading = None
+            reading.request.finish("error", error)
+            caches = self._cache, self._drafting and self._drafting.cache
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
+                raise
+            jax.block_until_ready(caches)
+
+    def _reads(self, slot: int, request: Request) -> Iterator[int]:
+        """Read a prompt, all but its last token: that one is the first step's input. Then seat it.
+
+        Yields before each call of the device how many tokens it computes. In between, the decode loop
+        may run: it writes nothing into the rows of slots without a request.
+        """
         spec, model, tokens = self.spec, self.model, request.prompt[:-1]
         params, prefixes = self._weights
         self._cache = reset_row(self._cache, np.int32(slot), spec=spec, model=model)
         self._cache, start = prefixes.begin(self._cache, slot, tokens)
         request.prefix_tokens = start
-        for cache in reading(
-            params, self._cache, tokens, slot, model=model, spec=spec, start=start
-        ):
-            self._cache = cache
-            self._check_wanted(request)
+        for call in reading(params, tokens, slot, model=model, spec=spec, start=start):
+            yield call.size
+            # Kept once it is there: a call that fails leaves a cache that says that it is lost.
+            self._cache = jax.block_until_ready(call.run(self._cache))
         if self._drafting is not None and request.drafter.uses_model:
-            for _ in self._drafting.reads(slot, tokens):
-                self._check_wanted(request)
+            yield from self._drafting.reads(slot, tokens)
         if request.shares_prefix:
             self._cache = prefixes.add(tokens, self._cache, slot)
+        set_row(self._sampling, slot, request.sampling)
+        self._session.admit(slot, request)
 
-    def _check_wanted(self, request: Request) -> None:
-        if request.cancelled or self._inbox.closing:
-            raise RequestCancelled("the request was cancelled while its prompt was read")
+    def _free_slots(self) -> list[int]:
+        reading = self._inbox.reading
+        taken = None if reading is None else reading.slot
+        return [slot for slot in self._session.free_slots if slot != taken]
 
     def _new_drafting(self, draft: DraftModel | None, slots: int) -> Drafting | None:
         if draft is None:
@@ -714,20 +882,43 @@ class Engine:
         return session
 
 
+@dataclasses.dataclass
+class _Reading:
+    """A request whose prompt is being read into the row of its slot.
+
+    Attributes:
+      slot: free for the session until the request is seated there.
+      request: not cancelled when it was last looked at.
+      calls: reads on up to the next call of the device.
+      size: tokens that this next call computes.
+    """
+
+    slot: int
+    request: Request
+    calls: Iterator[int]
+    size: int = 0
+
+
 class _Inbox:
-    """What other threads leave for the engine thread. The loop's callbacks look at it, lock-free."""
+    """What the engine thread has to turn to. The loop's callbacks look at it, lock-free.
+
+    Other threads write ``waiting``, ``closing`` and ``reload``; the engine thread the rest.
+    """
 
     def __init__(self) -> None:
         self.waiting: collections.deque[Request] = collections.deque()
         self.closing = False
         self.reload = False
         self.wake = threading.Event()
-        self._open = True
+        self.is_open = True
+        self.reading: _Reading | None = None
+        self.next_turn = 0.0
+        """``time.perf_counter`` at which prompts are read on."""
         self._lock = threading.Lock()  # between put and drain only, never held during a wait
 
     def put(self, request: Request) -> None:
         with self._lock:
-            if not self._open:
+            if not self.is_open:
                 raise _closed()
             self.waiting.append(request)
         self.wake.set()
@@ -735,7 +926,7 @@ class _Inbox:
     def drain(self, error: Exception) -> None:
         """Take no more requests, and end those that wait."""
         with self._lock:
-            self._open = False
+            self.is_open = False
         while self.waiting:
             self.waiting.popleft().finish("error", error)
 
@@ -743,8 +934,14 @@ class _Inbox:
         """Whether the loop should pause for the engine thread."""
         if self.closing or self.reload:
             return True
+        reading = self.reading
+        if reading is not None and reading.request.cancelled:
+            return True
         # A copy: other threads append while this one looks.
-        return bool(self.waiting) and (slot_is_free or any(r.cancelled for r in list(self.waiting)))
+        if self.waiting and any(r.cancelled for r in list(self.waiting)):
+            return True
+        has_turn = reading is not None or (bool(self.waiting) and slot_is_free)
+        return has_turn and time.perf_counter() >= self.next_turn
 
 
 def _serve(engine_ref: "weakref.ref[Engine]", inbox: _Inbox) -> None:
@@ -776,10 +973,16 @@ def _closed() -> EngineClosedError:
     return EngineClosedError("the engine was closed; make a new one")
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise UserError(f"prompts is {prompts!r}; give a string, messages, or a list of those")
-    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+    is_one = isinstance(prompts, str) or (
+        len(prompts) > 0 and (isinstance(prompts[0], Mapping) or _is_id(prompts[0]))
+    )
     return cast(list[Prompt], [prompts] if is_one else list(prompts))
 
 

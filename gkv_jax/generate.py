@@ -123,6 +123,14 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 keeps all.", rich_help_panel=_SAMPLING)] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all.", rich_help_panel=_SAMPLING)] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 keeps all.", rich_help_panel=_SAMPLING)] = 0.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(help="Off tokens that were written; -2 to 2.", rich_help_panel=_SAMPLING),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(help="The same, times how often they were.", rich_help_panel=_SAMPLING),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 0,
     stop: Annotated[
         list[str] | None,
@@ -192,6 +200,8 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
         stop=tuple(stop or ()),
         jump=jump,

@@ -1,5 +1,6 @@
 """Reading a prompt into a row of the cache: whole where a policy must see all of it, else in chunks."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -34,47 +35,69 @@ def read_prompt(
       spec: the cache's.
       start: tokens that the row holds already; 0 if ``spec.selects(T)``.
     """
-    latest = cache
-    for after in reading(params, cache, tokens, row, model=model, spec=spec, start=start):
-        latest = after
-    return latest
+    for call in reading(params, tokens, row, model=model, spec=spec, start=start):
+        cache = call.run(cache)
+    return cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A part of a prompt that the device reads at once.
+
+    Attributes:
+      params, model, spec: the model and the cache's size.
+      tokens: int32 ``[L]``, padded.
+      at: int32 scalars: the row, where the part starts if it is a chunk, and its length.
+    """
+
+    params: Params
+    tokens: np.ndarray
+    at: tuple[np.int32, ...]
+    model: Decoder
+    spec: CacheSpec
+
+    @property
+    def size(self) -> int:
+        """Tokens that it computes, padding included."""
+        return len(self.tokens)
+
+    @property
+    def _is_chunk(self) -> bool:
+        return len(self.at) == 3
+
+    def run(self, cache: Cache) -> Cache:
+        """The cache, which is donated, with the part in it (asynchronously)."""
+        program = prefill_chunk if self._is_chunk else prefill_whole
+        read = program(self.params, cache, self.tokens, *self.at, model=self.model, spec=self.spec)
+        return read[1] if self._is_chunk else read
+
+    def compile(self, cache: Cache) -> None:
+        """Compile what ``run`` needs for a cache of these shapes. Any thread may."""
+        program = prefill_chunk if self._is_chunk else prefill_whole
+        program.lower(
+            self.params, cache, self.tokens, *self.at, model=self.model, spec=self.spec
+        ).compile()
 
 
 def reading(
     params: Params,
-    cache: Cache,
     tokens: Sequence[int],
     row: int,
     *,
     model: Decoder,
     spec: CacheSpec,
     start: int = 0,
-) -> Iterator[Cache]:
-    """``read_prompt`` call by call of the device: the cache after each, the last one first donated."""
+) -> Iterator[Call]:
+    """``read_prompt`` call by call. Between two of them, steps may change other rows of the cache."""
     if spec.selects(len(tokens)):
-        yield prefill_whole(
-            params,
-            cache,
-            pad(tokens, bucket(len(tokens))),
-            np.int32(row),
-            np.int32(len(tokens)),
-            model=model,
-            spec=spec,
-        )
+        padded = pad(tokens, bucket(len(tokens)))
+        yield Call(params, padded, (np.int32(row), np.int32(len(tokens))), model, spec)
         return
     while start < len(tokens):
         chunk = tokens[start : start + spec.chunk_at(start)]
-        _, cache = prefill_chunk(
-            params,
-            cache,
-            pad(chunk, min(bucket(len(chunk)), spec.longest_chunk)),
-            np.int32(row),
-            np.int32(start),
-            np.int32(len(chunk)),
-            model=model,
-            spec=spec,
-        )
-        yield cache
+        padded = pad(chunk, min(bucket(len(chunk)), spec.longest_chunk))
+        at = np.int32(row), np.int32(start), np.int32(len(chunk))
+        yield Call(params, padded, at, model, spec)
         start += len(chunk)
 
 

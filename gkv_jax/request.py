@@ -44,15 +44,34 @@ class TokenLogprobs:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenTrace:
+    """How a token came to be.
+
+    Attributes:
+      token: its id.
+      text: what it decodes to alone, with U+FFFD for a part of a character; special tokens by name.
+      legal: how many tokens the grammar allowed in its place; None without a grammar.
+      source: ``sampled``, or the source of the draft that was verified (see ``Drafter.labels``):
+        ``forced``, ``custom``, ``prediction``, ``lookup`` or ``model``.
+    """
+
+    token: int
+    text: str
+    legal: int | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """A part of the output, as it comes: ``text`` is final, ``tokens`` may be ahead of it.
 
-    ``logprobs``, where they were asked for, has one entry for each token.
+    ``logprobs`` and ``trace``, where they were asked for, have one entry for each token.
     """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    trace: tuple[TokenTrace, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +89,15 @@ class Result:
       stats: ``prompt_tokens``, ``prefix_tokens`` (of these, not read but taken from a shared prefix),
         ``tokens``, ``forwards``, ``head_fraction`` (of the LM head that a
         forward read, on average, for the whole batch), ``queue_seconds`` (waiting for a slot),
+        ``ttft_seconds`` (from submission to the first token; 0 if none came),
         ``seconds`` (prefill and decoding), ``tokens_per_second`` (of these seconds),
         ``tokens_per_forward``, ``drafts_proposed`` and ``drafts_accepted`` (draft tokens that were
         verified, and those that were right), ``drafts`` (the same by source, as ``{"forced":
         {"proposed": 12, "accepted": 12}, ...}``), ``grammar_us_per_token`` (host time to fill masks),
         ``compile_ms`` (grammar, the trial in a worker process included), ``cache_bytes`` (of the
-        whole batch), ``backend`` and ``exact`` (whether the engine alone enforces the guide, without
-        a completion gate).
+        whole batch), ``evicted_tokens`` (of prompt and output, those that the cache no longer held at
+        the end, in layers without a window of their own), ``backend`` and ``exact`` (whether the engine
+        alone enforces the guide, without a completion gate).
     """
 
     text: str
@@ -99,6 +120,7 @@ class Request:
     grammar: Grammar | None = None
     drafter: Drafter = dataclasses.field(default_factory=Drafter)
     wants_report: bool = False
+    wants_trace: bool = False
     shares_prefix: bool = False
     """Whether the prompt, but for its last token, shall be kept for prompts that begin with it."""
     sink: Callable[[Piece | None], None] | None = None
@@ -117,10 +139,15 @@ class Request:
     prefix_tokens: int = 0
     report: CacheReport | None = None
     cache_bytes: int = 0
+    evicted_tokens: int = 0
     submitted: float = 0.0
+    """Like the times below of ``time.perf_counter``, and 0 before."""
     admitted: float = 0.0
+    first_token: float = 0.0
+    """When the first token was emitted."""
     ended: float = 0.0
-    cancelled: bool = False
+    cancellation: Exception | None = None
+    """What the request shall end with, once somebody has cancelled it."""
     _pieces: "queue.SimpleQueue[Piece | None]" = dataclasses.field(
         default_factory=queue.SimpleQueue
     )
@@ -140,18 +167,27 @@ class Request:
                 break
         return texts
 
-    def emit(self, tokens: list[int], texts: list[str], logprobs: np.ndarray) -> None:
+    def emit(
+        self,
+        tokens: list[int],
+        texts: list[str],
+        logprobs: np.ndarray,
+        trace: tuple[TokenTrace, ...] = (),
+    ) -> None:
         """Add generated tokens (no stop token among them) and stream out their text.
 
-        ``logprobs`` is int32 ``[>= tokens, 1+2k]``, read where the request asks for it.
+        ``logprobs`` is int32 ``[>= tokens, 1+2k]``, read where the request asks for it; ``trace`` has
+        an entry for each token, or none.
         """
         self.tokens += tokens
+        if tokens:
+            self.first_token = self.first_token or time.perf_counter()
         new: tuple[TokenLogprobs, ...] = ()
         if (count := self.sampling.logprobs) is not None:
             lines = zip(tokens, logprobs, strict=False)
             new = tuple(TokenLogprobs.unpack(token, line, count) for token, line in lines)
             self.logprobs += new
-        self._stream("".join(texts), tuple(tokens), new)
+        self._stream("".join(texts), tuple(tokens), new, trace)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End the request; the first call counts."""
@@ -167,9 +203,18 @@ class Request:
             self._done.set()
             self._put(None)
 
-    def cancel(self) -> None:
-        """Ask the loop to give up this request; its slot is free a step or two later."""
-        self.cancelled = True
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody has cancelled it."""
+        return self.cancellation is not None
+
+    def cancel(self, error: Exception | None = None) -> None:
+        """Ask the engine to give up this request; its slot is free a step or two later.
+
+        It ends with ``error``, ``RequestCancelled`` if None; the first call counts.
+        """
+        if self.cancellation is None:
+            self.cancellation = error or RequestCancelled("the request was cancelled")
 
     def pieces(self) -> Iterator[Piece]:
         """The output as it comes, until the request ends (for whatever reason)."""
@@ -195,11 +240,12 @@ class Request:
         text: str,
         tokens: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
+        trace: tuple[TokenTrace, ...] = (),
     ) -> None:
         if text:
             self.texts.append(text)
         if text or tokens:
-            self._put(Piece(text, tokens, logprobs))
+            self._put(Piece(text, tokens, logprobs, trace))
 
     def _put(self, piece: Piece | None) -> None:
         if self.sink is None:
@@ -221,6 +267,7 @@ class Request:
             "forwards": self.forwards,
             "head_fraction": self.head_read / max(self.forwards, 1),
             "queue_seconds": began - self.submitted if self.submitted else 0.0,
+            "ttft_seconds": self.first_token - self.submitted if self.first_token else 0.0,
             "seconds": seconds,
             "tokens_per_second": count / seconds if seconds > 0 else 0.0,
             "tokens_per_forward": count / max(self.forwards, 1),
@@ -230,6 +277,7 @@ class Request:
             "grammar_us_per_token": 1e6 * self.fill_seconds / max(count, 1),
             "compile_ms": 1e3 * _compile_seconds(self.grammar),
             "cache_bytes": self.cache_bytes,
+            "evicted_tokens": self.evicted_tokens,
             "backend": self.grammar.backend if self.grammar else None,
             "exact": self.grammar.exact if self.grammar else None,
         }

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from gkv_jax.bridge import IS_BIASED, WANTS_LOGPROBS
 from gkv_jax.cache import Cache, CacheSpec, Pending, StepAttend
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import MAX_LOGPROBS
@@ -17,12 +19,12 @@ from pallas_kernels.masked_sample import Rows, masked_sample
 Head = Literal["masked", "full"]
 """How a step reads the LM head: ``masked`` only where some row has a legal token; ``full`` whole, so
 that a row's logits have the same bits whatever its neighbours may sample. While a row wants
-log-probabilities, it is read whole in any case."""
+log-probabilities or has biased logits, it is read whole in any case."""
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "n_drafts", "active", "logprobs", "go", "next_pos"],
+    data_fields=["tokens", "n_drafts", "active", "logprobs", "go", "next_pos", "biased"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StepInputs:
       logprobs: bool scalar, whether some row wants log-probabilities.
       go: bool scalar, whether there is a step to do.
       next_pos: int32 ``[B]``, true position of ``tokens[:, 0]``.
+      biased: bool scalar, whether some row's logits are biased.
     """
 
     tokens: jax.Array
@@ -44,6 +47,7 @@ class StepInputs:
     logprobs: jax.Array
     go: jax.Array
     next_pos: jax.Array
+    biased: jax.Array | bool = False
 
     @classmethod
     def unpack(cls, answer: jax.Array, next_pos: jax.Array) -> "StepInputs":
@@ -52,9 +56,10 @@ class StepInputs:
             tokens=answer[:, :-4],
             n_drafts=answer[:, -4],
             active=answer[:, -3] != 0,
-            logprobs=jnp.any(answer[:, -2] != 0),
+            logprobs=jnp.any(answer[:, -2] & WANTS_LOGPROBS != 0),
             go=answer[0, -1] != 0,
             next_pos=next_pos,
+            biased=jnp.any(answer[:, -2] & IS_BIASED != 0),
         )
 
     @property
@@ -94,8 +99,13 @@ def choose(
     model: Decoder,
     kernel: Implementation | None,
     head: Head,
+    bias: Callable[[], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample under the masks (as ``collect`` returns them) and verify the drafts.
+
+    ``bias`` gives what ``collect_bias`` returns, float32 ``[B,V+N-1]``; it is asked where ``inputs`` says
+    that a row is biased, by a branch of its own, so that other steps have no part in its cost. None is
+    for programs that never see such a row.
 
     Returns int32 ``[B,N+2+N·(1+2k)]`` for ``submit`` (N sampled tokens, how many count, how many rows
     of the LM head were read, and what ``top_logprobs`` gives, or zeros) and the next positions, int32
@@ -110,9 +120,10 @@ def choose(
         sampled, rows_read = sample_active(hidden, weights, *operands, implementation=kernel)
         return sampled, rows_read, no_logprobs
 
-    def whole() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def whole(bias: Callable[[], jax.Array] | None = None) -> tuple[jax.Array, ...]:
         logits = project(hidden, weights)
-        sampled = masked_sample(logits, *operands, implementation=kernel)
+        biased = logits if bias is None else logits + bias_of_queries(bias(), inputs.tokens)
+        sampled = masked_sample(biased, *operands, implementation=kernel)
         wanted = jax.lax.cond(
             inputs.logprobs, lambda: top_logprobs(logits, sampled), lambda: no_logprobs
         )
@@ -120,11 +131,16 @@ def choose(
 
     reported = 1 + 2 * min(weights.shape[0], MAX_LOGPROBS)
     no_logprobs = jnp.zeros((*inputs.tokens.shape, reported), jnp.int32)
+    needs_logits = inputs.logprobs | jnp.any(sampling.is_filtered)
+    ways: list[Callable[[], tuple[jax.Array, ...]]]
     if head == "full":
-        sampled, rows_read, logprobs = whole()
+        ways, way = [whole], jnp.int32(0)
     else:
-        needs_logits = inputs.logprobs | jnp.any(sampling.is_filtered)
-        sampled, rows_read, logprobs = jax.lax.cond(needs_logits, whole, in_tiles)
+        ways, way = [in_tiles, whole], needs_logits.astype(jnp.int32)
+    if bias is not None:
+        ways.append(functools.partial(whole, bias))
+        way = jnp.where(inputs.biased, len(ways) - 1, way)
+    sampled, rows_read, logprobs = jax.lax.switch(way, ways)
     place = jnp.arange(sampled.shape[1] - 1)[None, :]
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & (place < inputs.n_drafts[:, None])
     n_new = 1 + jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1)
@@ -150,6 +166,26 @@ def without_idle(
     temperature = jnp.where(real.any(axis=1), sampling.temperature, 0.0)
     words = jnp.where(real[..., None], masks[..., :-1], 0)
     return words, jnp.where(real, masks[..., -1], 1), sampling._replace(temperature=temperature)
+
+
+def bias_of_queries(bias: jax.Array, tokens: jax.Array) -> jax.Array:
+    """What to add to the logits of a step's queries, float32 ``[B,N,V]``.
+
+    Args:
+      bias: float32 ``[B,V+N-1]``. The first V: each token's bias after the accepted output. The others:
+        that of each draft's token after the draft (which the penalties count, too).
+      tokens: int32 ``[B,N]``, the step's: the last accepted one and the drafts. Query i sees the first i
+        drafts.
+    """
+    n = tokens.shape[1]
+    vocab_size = bias.shape[1] - (n - 1)
+    ids = jnp.arange(vocab_size, dtype=tokens.dtype)[None, None, :]
+    place = jnp.arange(n)[None, :, None]
+    summed = jnp.broadcast_to(bias[:, None, :vocab_size], (*tokens.shape, vocab_size))
+    for draft in range(1, n):  # the last of equal drafts counts
+        is_seen = (ids == tokens[:, draft, None, None]) & (place >= draft)
+        summed = jnp.where(is_seen, bias[:, vocab_size + draft - 1, None, None], summed)
+    return summed
 
 
 def top_logprobs(logits: jax.Array, sampled: jax.Array) -> jax.Array:

@@ -31,6 +31,18 @@ class TextStream:
         self._undecoded = [] if piece is not None else [*self._undecoded, token]
         return self._release(piece or "")
 
+    def alone(self, token: int) -> str:
+        """What a token decodes to by itself, with U+FFFD for a part of a character."""
+
+        def decode(*tokens: int) -> str:
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            return text
+
+        once, twice = decode(token), decode(token, token)
+        # Decoders of the SentencePiece kind take the space from the first word of a text.
+        is_whole = twice.startswith(once) and "\ufffd" not in twice
+        return twice[len(once) :] if is_whole else once
+
     def flush(self) -> str:
         """What was held back, once nothing more will come."""
         if self.stopped:

@@ -125,8 +125,9 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         text: the answer. A call that is cut off (by a token limit) is no call.
 
     Returns:
-        The text outside of the calls, without blanks at its ends if there are calls; and the
-        calls in their order.
+        The text outside of the calls, and the calls in their order. If there are calls, the text
+        has no blanks at its end, and none at its start if nothing else precedes the first call: so
+        a stream, which learns of the calls when they come, has the same text.
     """
     calls: list[ToolCall] = []
     content: list[str] = []
@@ -143,17 +144,23 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         written = position = tail.end()
     content.append(text[written:])
     outside = "".join(content)
-    return (outside.strip() if calls else outside), calls
+    if not calls:
+        return outside, calls
+    return (outside if content[0].strip() else outside.lstrip()).rstrip(), calls
 
 
 def _json_end(text: str, start: int) -> int | None:
     """Where the JSON value that begins at `start` ends; None if it does not."""
     # Numbers stay text: Python refuses to convert integers of more than 4300 digits.
-    decoder = json.JSONDecoder(parse_int=str, parse_float=str)
+    decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse_constant)
     try:
         return decoder.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _refuse(param: str, reason: str, pointer: str | None = None) -> NoReturn:

@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
-from gkv_jax.serve.settings import load_settings
+from gkv_jax.serve.settings import LogFormat, LogLevel, load_settings
 from grammar_host import GrammarError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -60,6 +60,28 @@ def serve(
         Loop | None,
         typer.Option(help="Decode in one device program, or drive steps from the host.  [device]"),
     ] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the model.  [its name, or the last part of its path]"),
+    ] = None,
+    keys_file: Annotated[
+        str | None,
+        typer.Option(help="File with one API key per line; GKV_API_KEYS is read, too.  [no keys]"),
+    ] = None,
+    compilation_cache: Annotated[
+        str | None,
+        typer.Option(help="Folder for compiled programs; '' for none.  [in the user's cache]"),
+    ] = None,
+    drain_seconds: Annotated[
+        int | None,
+        typer.Option(help="How long running requests may go on after SIGTERM.  [10]"),
+    ] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="Log lines for people, or as JSON.  [text]")
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="The least that is logged.  [info]")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file with these settings and more; flags override it."),
@@ -72,13 +94,16 @@ def serve(
     python -m gkv_jax.serve --model smollm2-135m-instruct
     python -m gkv_jax.serve --config configs/serve/default.toml --port 9000
 
-    Clients use http://HOST:PORT/v1 as base URL and need no key. SIGTERM or Ctrl-C ends the server
-    once running requests are done. Exit code 2: something has to be said differently; one line on
-    stderr tells what.
+    Clients use http://HOST:PORT/v1 as base URL, and a key if there is a file of keys or GKV_API_KEYS
+    is set. SIGTERM or Ctrl-C ends the server once running requests are done, a second one at once. Exit
+    code 2: something has to be said differently; one line on stderr tells what.
     """
     cache = {"sinks": sinks, "window": window, "kept": kept, "max_drafts": max_drafts}
     flags: dict[str, Any] = {"model": model, "host": host, "port": port, "slots": slots}
     flags |= {"loop": loop, "quantize": quantize, "draft": draft, "verify": verify, "cache": cache}
+    flags |= {"model_name": model_name, "compilation_cache": compilation_cache}
+    flags |= {"drain_seconds": drain_seconds, "auth": {"keys_file": keys_file}}
+    flags |= {"log": {"format": log_format, "level": log_level}}
     settings = load_settings(config, flags)
 
     # Imported here, so that --help and mistakes in flags are answered at once.

@@ -5,6 +5,7 @@ A message says what is wrong and the way out, never where in the server it was n
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from gkv_jax.errors import EngineClosedError, UserError
+from gkv_jax.request import RequestCancelled
 from grammar_host import (
     CompileServiceError,
     DeadEndError,
@@ -34,47 +36,70 @@ class ApiError(Exception):
       message: one line for a person.
       param: the field of the request that is at fault, in dotted form, or None.
       code: a word for a program, or None.
+      pointer: JSON pointer into ``param`` of what is at fault, or None.
+      headers: of the response, such as ``Retry-After``.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        pointer: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.pointer, self.headers = pointer, headers
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's shape."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        """The error in OpenAI's shape, with one more field where a place in a schema is to blame."""
+        kind = _TYPES.get(self.status) or (
+            "invalid_request_error" if self.status < 500 else "server_error"
+        )
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": error if self.pointer is None else error | {"pointer": self.pointer}}
 
     def json(self) -> str:
         """The error as the last event of a stream."""
         return json.dumps(self.body(), ensure_ascii=False)
 
-    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    def response(self) -> JSONResponse:
         """The error as the whole answer."""
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
-def invalid_guide(error: GuideError, name: str | None) -> ApiError:
-    """A response format that cannot be enforced; ``name`` is the client's name of the schema.
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class RequestTimeout(Exception):
+    """A request took longer than it may."""
+
+
+def invalid_guide(error: GuideError, field: str, name: str | None = None) -> ApiError:
+    """What constrains an answer, but cannot be enforced; ``name`` is the client's name of a schema.
 
     Clients look for the words "Invalid schema for response_format" and for the code.
     """
-    subject = "response_format" if name is None else f"response_format '{name}'"
+    subject = field if name is None else f"{field} '{name}'"
+    kind = "Invalid schema for" if field.startswith("response_format") else "Invalid value for"
     where = "" if error.pointer is None else f"In {error.pointer or 'the root'}: "
-    message = f"Invalid schema for {subject}: {where}{error.reason}"
-    return ApiError(400, message, param="response_format", code=error.code)
+    message = f"{kind} {subject}: {where}{error.reason}"
+    if error.param == "backend":
+        field = "backend"
+    return ApiError(400, message, param=field, code=error.code, pointer=error.pointer)
 
 
-def refused(error: UserError) -> ApiError:
-    """What the engine does not take: a field of ``Sampling``, which it names first, or the messages."""
+def refused(error: UserError, prompt_field: str = "messages") -> ApiError:
+    """What the engine does not take: a field of ``Sampling``, which it names first, or the prompt."""
     message = str(error)
     if not message.startswith("sampling."):
-        return ApiError(400, message, param="messages", code="invalid_prompt")
+        return ApiError(400, message, param=prompt_field, code="invalid_prompt")
     message = message.removeprefix("sampling.")
-    return ApiError(400, message, param=message.partition(" ")[0], code="invalid_value")
+    field = re.match(r"\w+", message)
+    return ApiError(400, message, param=field and field[0], code="invalid_value")
 
 
 def failed_generation(error: Exception | None) -> ApiError:
@@ -83,36 +108,61 @@ def failed_generation(error: Exception | None) -> ApiError:
         message = f"{error}; try again with another seed, or loosen the schema"
         return ApiError(500, message, code="dead_end")
     if isinstance(error, EngineClosedError):
-        return ApiError(503, "the server is shutting down; try again", code="shutting_down")
+        return shutting_down()
+    if isinstance(error, RequestCancelled):
+        return ApiError(499, "the client closed the connection", code="cancelled")
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, str(error), code="request_timeout")
     if isinstance(error, CompileServiceError):
         return ApiError(503, f"{error}; try again later", code=error.code)
+    if isinstance(error, GuideError):  # over a limit that only generating reaches
+        return ApiError(400, str(error), code=error.code, pointer=error.pointer)
     if isinstance(error, GrammarError | UserError):
         return ApiError(500, str(error), code="generation_failed")
     return _internal()
 
 
+def log_failure(error: ApiError) -> None:
+    """Tell the log of an answer that failed on the way."""
+    if error.status < 500 or error.code in ("shutting_down", "request_timeout"):
+        logger.info("an answer was cut off: %s", error)
+    else:
+        logger.error("an answer failed: %s", error, exc_info=error.__cause__)
+
+
+def shutting_down() -> ApiError:
+    """The server is ending, and another one may take its place."""
+    headers = {"Retry-After": "10"}
+    message = "the server is shutting down; try again"
+    return ApiError(503, message, code="shutting_down", headers=headers)
+
+
 def install_handlers(app: FastAPI) -> None:
     """Let the application answer every failure in the same shape."""
 
-    @app.exception_handler(ApiError)
-    async def _api(_: Request, error: ApiError) -> JSONResponse:
+    def answer(request: Request, error: ApiError) -> JSONResponse:
+        request.state.error_code = error.code  # for log and metrics
         return error.response()
 
+    @app.exception_handler(ApiError)
+    async def _api(request: Request, error: ApiError) -> JSONResponse:
+        return answer(request, error)
+
     @app.exception_handler(EngineClosedError)
-    async def _closed(_: Request, error: EngineClosedError) -> JSONResponse:
-        return failed_generation(error).response()
+    async def _closed(request: Request, error: EngineClosedError) -> JSONResponse:
+        return answer(request, failed_generation(error))
 
     @app.exception_handler(RequestValidationError)
-    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _invalid_request(error.errors()).response()
+    async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(request, _invalid_request(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        return _http_error(request, error).response(error.headers)
+        return answer(request, _http_error(request, error))
 
     @app.exception_handler(Exception)
-    async def _unexpected(_: Request, __: Exception) -> JSONResponse:
-        return _internal().response()  # the ASGI server logs the traceback
+    async def _unexpected(request: Request, _: Exception) -> JSONResponse:
+        return answer(request, _internal())  # the ASGI server logs the traceback
 
 
 def _internal() -> ApiError:
@@ -125,17 +175,16 @@ def _internal() -> ApiError:
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
     line = f"{request.method} {request.url.path[:_ECHO_CHARACTERS]}"
+    message, code = str(error.detail), None
     if error.status_code == 404:
-        served = "POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics"
-        return ApiError(404, f"Unknown URL: {line}; served are {served}", code="unknown_url")
-    if error.status_code == 405:
+        message = f"Unknown URL: {line}; GET /openapi.json lists what is served"
+        code = "unknown_url"
+    elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        return ApiError(405, f"{line} is not allowed; use {allowed}", code="method_not_allowed")
-    if error.status_code == 413:
-        return ApiError(413, str(error.detail), code="request_too_large")
-    if error.status_code == 400:
+        message, code = f"{line} is not allowed; use {allowed}", "method_not_allowed"
+    elif error.status_code == 400:
         return _invalid_json("it cannot be parsed")
-    return ApiError(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
 def _invalid_json(reason: str) -> ApiError:

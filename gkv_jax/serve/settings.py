@@ -1,10 +1,11 @@
 """What the server is told at its start: a TOML file, and the flags that override it."""
 
 import dataclasses
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts.widths import Verify
@@ -13,25 +14,47 @@ from gkv_jax.errors import UserError
 
 T = TypeVar("T")
 
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+SHORTEST_KEY = 16
+"""Characters of the shortest API key that is taken."""
+
+_SLOTS = 1, 4096
+
+_ORIGIN = re.compile(r"https?://[^/\s@?#]+")
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How much one request may ask for.
+    """How much one request may ask for, and how much of the server one client may hold.
 
     Attributes:
       body_bytes: largest request body; larger ones get HTTP 413.
+      header_bytes: largest request line with headers; larger ones get HTTP 400.
+      schema_bytes: largest JSON Schema, grammar or expression of a guide.
       prompt_tokens: longest prompt, chat template included.
       completion_tokens: largest ``max_completion_tokens``.
       default_completion_tokens: ``max_completion_tokens`` of a request that does not say.
+      choices: largest ``n``; ``load_settings`` makes it as many as there are slots.
+      request_seconds: how long a request may wait for a slot and run, in total.
+      body_seconds: how long headers may take to arrive, and then the body.
+      connections: open connections; more get HTTP 503.
 
     Raises:
       UserError: a value that is no integer >= 1, naming the field.
     """
 
     body_bytes: int = 4 * 2**20
+    header_bytes: int = 16 * 2**10
+    schema_bytes: int = 2**20
     prompt_tokens: int = 32768
     completion_tokens: int = 32768
     default_completion_tokens: int = 1024
+    choices: int = 8
+    request_seconds: int = 600
+    body_seconds: int = 30
+    connections: int = 512
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -44,11 +67,116 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
+class Queue:
+    """Requests that wait for a slot.
+
+    Attributes:
+      size: how many may wait; more get HTTP 429. With 0 none waits.
+
+    Raises:
+      UserError: no integer >= 0.
+    """
+
+    size: int = 256
+
+    def __post_init__(self) -> None:
+        _check_integer("queue.size", self.size, 0, 2**20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Auth:
+    """Where the API keys are. The keys themselves are in no setting, so that none is ever shown.
+
+    Attributes:
+      keys_file: a file with one key per line; empty lines and lines with # are skipped. None for none.
+      keys_env: name of an environment variable with keys, separated by commas.
+      metrics_open: whether ``/metrics`` is open to those who have no key.
+
+    Raises:
+      UserError: a value of the wrong type, naming the field.
+    """
+
+    keys_file: str | None = None
+    keys_env: str = "GKV_API_KEYS"
+    metrics_open: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keys_file is not None:
+            _check_text("auth.keys_file", self.keys_file)
+        _check_text("auth.keys_env", self.keys_env)
+        if not isinstance(self.metrics_open, bool):
+            raise UserError(f"auth.metrics_open is {self.metrics_open!r}; write true or false")
+
+    def read_keys(self, environment: Mapping[str, str]) -> tuple[str, ...]:
+        """The keys of file and environment; none if neither is there, and the server is open.
+
+        Raises:
+          UserError: an unreadable file, a source that is there but has no key, or a weak key; the
+            message names its place and not the key.
+        """
+        keys: list[str] = []
+        if self.keys_file is not None:
+            keys += _keys(f"auth.keys_file {self.keys_file}", _read_text(self.keys_file))
+        if self.keys_env in environment:
+            keys += _keys(f"environment variable {self.keys_env}", environment[self.keys_env])
+        return tuple(dict.fromkeys(keys))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cors:
+    """Pages of which other origins may use the server from a browser.
+
+    Attributes:
+      origins: such as ``https://example.org``; ``*`` is every page, and none by default.
+
+    Raises:
+      UserError: something that is no list of origins.
+    """
+
+    origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.origins, list | tuple):
+            raise UserError(f"cors.origins is {self.origins!r}; write a list of origins")
+        for origin in self.origins:
+            if not isinstance(origin, str) or (origin != "*" and not _ORIGIN.fullmatch(origin)):
+                raise UserError(
+                    f"cors.origins has {origin!r}; an origin is https://HOST or http://HOST:PORT "
+                    "without a path, or '*' for every page"
+                )
+        object.__setattr__(self, "origins", tuple(self.origins))  # TOML has lists only
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What is written to stderr.
+
+    Attributes:
+      format: ``text`` for people, ``json`` for programs: one object per line.
+      level: the least that is written. At ``info`` each request but probes is a line.
+
+    Raises:
+      UserError: an unknown format or level.
+    """
+
+    format: LogFormat = "text"
+    level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        for name, kind in (("format", LogFormat), ("level", LogLevel)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise UserError(f"log.{name} is {value!r}; choose from {get_args(kind)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Everything that ``python -m gkv_jax.serve`` can be told.
 
     Attributes:
       model: registry name, folder, GGUF file or Hugging Face id.
+      model_name: what clients call the model; if None, its registry name or hub id, or the last part
+        of its path.
       host: address to listen on.
       port: TCP port; 0 takes a free one.
       slots: requests decoded at once; more of them queue.
@@ -56,14 +184,22 @@ class Settings:
       quantize: how weights are rounded when they are loaded, as in ``Engine.from_pretrained``.
       draft: the draft model, named as ``model`` is; None for none.
       verify: when drafts are verified, as in ``Engine``.
+      compilation_cache: folder of JAX's compilation cache, which makes later starts faster; if None,
+        ``xla`` in gkv_jax's own cache folder, and none if empty.
+      drain_seconds: how long running requests may go on after the server was told to end.
       cache: size and policy of the cache of each slot.
       limits: how much one request may ask for.
+      queue: requests that wait for a slot.
+      auth: where the API keys are.
+      cors: pages that may use the server.
+      log: what is written to stderr.
 
     Raises:
       UserError: a value that cannot be served, naming the field.
     """
 
     model: str
+    model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     slots: int = 8
@@ -71,17 +207,27 @@ class Settings:
     quantize: Quantization | None = None
     draft: str | None = None
     verify: Verify = "faster"
+    compilation_cache: str | None = None
+    drain_seconds: int = 10
     cache: CacheSpec = dataclasses.field(default_factory=lambda: CacheSpec().with_drafts())
     limits: Limits = dataclasses.field(default_factory=Limits)
+    queue: Queue = dataclasses.field(default_factory=Queue)
+    auth: Auth = dataclasses.field(default_factory=Auth)
+    cors: Cors = dataclasses.field(default_factory=Cors)
+    log: Log = dataclasses.field(default_factory=Log)
 
     def __post_init__(self) -> None:
-        names = ["model", "host"] if self.draft is None else ["model", "host", "draft"]
-        for name in names:
+        for name in ("model", "host", "model_name", "draft"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise UserError(f"{name} is {value!r}; it must be a non-empty string")
+            if value is not None or name in ("model", "host"):
+                _check_text(name, value)
+        if not isinstance(self.compilation_cache, str | None):
+            raise UserError(
+                f"compilation_cache is {self.compilation_cache!r}; give a folder, or '' for none"
+            )
         _check_integer("port", self.port, 0, 65535)
-        _check_integer("slots", self.slots, 1, 4096)
+        _check_integer("slots", self.slots, *_SLOTS)
+        _check_integer("drain_seconds", self.drain_seconds, 0, 86400)
         if self.loop not in get_args(Loop):
             raise UserError(f"loop is {self.loop!r}; choose from {get_args(Loop)}")
         if self.quantize not in (None, *get_args(Quantization)):
@@ -92,29 +238,44 @@ class Settings:
             raise UserError(f"verify is {self.verify!r}; choose from {get_args(Verify)}")
 
 
+_TABLES: dict[str, Any] = {
+    "cache": CacheSpec,
+    "limits": Limits,
+    "queue": Queue,
+    "auth": Auth,
+    "cors": Cors,
+    "log": Log,
+}
+
+
 def load_settings(config: Path | None, flags: Mapping[str, Any]) -> Settings:
     """Settings from a TOML file and from flags, which win.
 
     Args:
-      config: a file with the fields of ``Settings``, ``[cache]`` and ``[limits]`` as tables.
-      flags: the same fields; ``cache`` is a mapping, and values of None were not given.
+      config: a file with the fields of ``Settings``; ``[cache]``, ``[limits]`` and so on are tables.
+      flags: the same fields, the tables as mappings; values of None were not given.
 
     Raises:
       UserError: an unreadable file, an unknown key, or a value that cannot be served.
     """
     values = _read(config) if config else {}
-    cache = {**values.pop("cache", {}), **_given(flags.get("cache", {}))}
-    values |= _given({name: value for name, value in flags.items() if name != "cache"})
+    tables = {name: {**values.pop(name, {}), **_given(flags.get(name, {}))} for name in _TABLES}
+    values |= _given({name: value for name, value in flags.items() if name not in _TABLES})
     if "model" not in values:
         raise UserError("no model; name one with --model or as 'model' in the --config file")
+    cache = tables.pop("cache")
     # Whoever asks for kept tokens asks for the policy that selects them.
     cache.setdefault("policy", "snapkv" if cache.get("kept") else "window")
     spec = CacheSpec(**cache)
-    return Settings(**values, cache=spec if "max_drafts" in cache else spec.with_drafts())
+    if "slots" in values:
+        _check_integer("slots", values["slots"], *_SLOTS)
+        tables["limits"].setdefault("choices", values["slots"])
+    built = {name: _TABLES[name](**table) for name, table in tables.items()}
+    return Settings(**values, **built, cache=spec if "max_drafts" in cache else spec.with_drafts())
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's values by field, ``cache`` as a dict of known keys, ``limits`` built."""
+    """The file's values by field, tables as dicts of known keys."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -122,13 +283,11 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:  # invalid TOML or UTF-8
         raise UserError(f"config {path} is not valid TOML: {error}") from error
     _check_keys(path, "", values, [field.name for field in dataclasses.fields(Settings)])
-    for name, kind in {"cache": CacheSpec, "limits": Limits}.items():
+    for name, kind in _TABLES.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
             raise UserError(f"config {path}: {name} is {table!r}; write it as a table [{name}]")
         _check_keys(path, f"{name}.", table, [field.name for field in dataclasses.fields(kind)])
-    if "limits" in values:
-        values["limits"] = Limits(**values["limits"])
     return values
 
 
@@ -142,6 +301,39 @@ def _check_keys(path: Path, prefix: str, table: Mapping[str, Any], known: Any) -
 
 def _given(flags: Mapping[str, T | None]) -> dict[str, T]:
     return {name: value for name, value in flags.items() if value is not None}
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"auth.keys_file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"auth.keys_file {path} is not UTF-8 text; write a key per line") from error
+
+
+def _keys(source: str, text: str) -> Iterator[str]:
+    """The keys in a text, one per line or between commas."""
+    count = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("#"):
+            continue
+        for key in filter(None, map(str.strip, line.split(","))):
+            # What a header can hold as one word.
+            if len(key) < SHORTEST_KEY or not all("!" <= character <= "~" for character in key):
+                raise UserError(
+                    f"{source}, line {number}: a key has at least {SHORTEST_KEY} characters, all "
+                    "printable ASCII without spaces; make one with `openssl rand -hex 32`"
+                )
+            count += 1
+            yield key
+    if count == 0:
+        raise UserError(f"{source} has no key; write one, or leave the setting out")
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{name} is {value!r}; it must be a non-empty string")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -36,13 +36,11 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
     @classmethod
     def open(cls, path: Path) -> "GGUFCheckpoint":
         """Read the header. Raises UserError unless the file is a whole GGUF file."""
-        from gguf import GGUFReader
-
         try:
             with path.open("rb") as file:
                 if file.read(4) != b"GGUF":
                     raise UserError(f"{path} is not a GGUF file (it does not start with GGUF)")
-            reader = GGUFReader(path)
+            reader = _reader(path)
             metadata = {
                 name: field.contents()
                 for name, field in reader.fields.items()
@@ -100,6 +98,21 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
             ) from error
         # float32 comes back as a view of the mapped file, which the array must outlive.
         return np.array(array) if np.may_share_memory(array, tensor.data) else np.asarray(array)
+
+
+def _reader(path: Path) -> Any:
+    """A ``gguf.GGUFReader`` that takes a second for a vocabulary, not four.
+
+    The package's slices ``numpy.memmap`` a million times, and each slice of one is a Python call.
+    """
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            plain = value.view(np.ndarray) if isinstance(value, np.memmap) else value
+            super().__setattr__(name, plain)
+
+    return Reader(path)
 
 
 def unpermute_rows(array: np.ndarray, heads: int) -> np.ndarray:

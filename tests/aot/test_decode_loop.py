@@ -163,7 +163,7 @@ def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_loop_runs_the_kernels(generation: Generation) -> None:
-    """One attention a layer in the body, and in the branches after it the head and the sampler."""
+    """One attention a layer in the body, and in the branches after it the head and the samplers."""
     program = Program.of(compiled_loop(generation, "drafts", 8))
     kernels = [
         i.name.partition(".")[0]
@@ -172,9 +172,20 @@ def test_the_loop_runs_the_kernels(generation: Generation) -> None:
         if i.attribute("custom_call_target") == "tpu_custom_call"
     ]
     assert kernels.count("decode_attention") == CONFIG.num_layers
-    assert kernels.count("masked_head") == kernels.count("masked_sample") == 1
+    assert kernels.count("masked_head") == 1
+    assert kernels.count("masked_sample") == 2  # of logits as they are, and of biased ones
     in_body = [i.name for i in body_of(program) if "pallas_call" in i.rest]
     assert len([name for name in in_body if name.startswith("decode_attention")]) == len(in_body)
+
+
+@pytest.mark.parametrize(("width", "options"), [(1, {"width": 1}), (5, {})])
+def test_a_bias_is_fetched_by_its_branch_alone(width: int, options: dict[str, int]) -> None:
+    batch = 8
+    program = Program.of(compiled_loop("v5e", "drafts", batch, **options))
+    fetched = batch, CONFIG.vocab_size + width - 1
+    fetching = [b for b in program.computations.values() if carries(b, "recv", "f32", *fetched)]
+    assert len(fetching) == 1
+    assert fetching[0] not in program.while_bodies()
 
 
 # A loop compiles in 4 to 10 s: the three that the schedule test needs too, one of each policy, and

@@ -562,6 +562,14 @@ def test_warm_up_leaves_nothing_to_compile(compiles: list[str]) -> None:
         compiles.clear()
         for length in (1, 2, 33, 34, 64, 100, 128, 129, 130, 300):
             engine.generate("w" * length, sampling=Sampling(max_tokens=2, temperature=0.5))
+        # And beside one that decodes, where reading a prompt and steps take turns.
+        running = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=100_000))
+        engine.submit(running)
+        next(running.pieces())
+        for length in (20, 65, 130, 300):
+            (result,) = engine.generate("w" * length, sampling=Sampling(max_tokens=2))
+            assert result.error is None
+        assert running.finish_reason is None
     assert compiles == []
 
 

@@ -84,11 +84,35 @@ def test_a_row_draws_the_same_in_any_slot_and_company() -> None:
         ("max_tokens", True),
         ("seed", 2**63),
         ("stop", ("",)),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", 7),
+        ("logit_bias", [5, 6]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", ((5, 1.0), (5, 2.0))),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, value: object) -> None:
     with pytest.raises(UserError, match=f"sampling.{field} is"):
         Sampling(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [100.5, -101, float("nan"), float("inf"), "1", None, True])
+def test_a_bias_out_of_range_names_its_token(value: object) -> None:
+    with pytest.raises(UserError, match=r"sampling\.logit_bias\[5\] is"):
+        Sampling(logit_bias={3: 1.0, 5: value})  # type: ignore[dict-item]
+
+
+def test_a_bias_is_kept_as_pairs_in_order() -> None:
+    sampling = Sampling(logit_bias={9: -100, 4: 2.5})
+    assert sampling.logit_bias == ((4, 2.5), (9, -100.0))
+    assert sampling == Sampling(logit_bias=((9, -100.0), (4, 2.5)))
+    assert hash(sampling) == hash(Sampling(logit_bias=[(4, 2.5), (9, -100)]))  # type: ignore[arg-type]
+    assert Sampling(logit_bias=dict.fromkeys(range(1024), 1.0)).is_biased
 
 
 def test_extreme_but_legal_values_sample_something_legal() -> None:

@@ -300,9 +300,11 @@ def test_reading_calls():
     assert parse_tool_calls("") == ("", [])
     assert parse_tool_calls(" no call ") == (" no call ", [])
     assert parse_tool_calls(f" a {ONE}\nb{OTHER}\n") == (
-        "a \nb",
+        " a \nb",
         [("weather", '{"city": "Köln </tool_call>"}'), ("add-2", '{"x": [1, 2]}')],
     )
+    # Blanks in front of the first call are the text's start only if there is other text.
+    assert parse_tool_calls(f"\n {ONE}\n so \n{OTHER} \n")[0] == "so"
     # An unguided model sets its blanks as it likes.
     assert parse_tool_calls('<tool_call>{ "name":"f" ,"arguments":{} }</tool_call>')[1] == [
         ("f", "{}")
@@ -311,6 +313,7 @@ def test_reading_calls():
         ONE[:-1],
         call("weather", "[1]"),
         call("weather", '{"a": }'),
+        call("weather", '{"a": NaN}'),
         call("a b", "{}"),
         call("weather", '{"a":' * 100_000),
         "<tool_call>" * 3,

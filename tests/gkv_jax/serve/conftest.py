@@ -16,7 +16,8 @@ from gkv_jax import CacheSpec, Engine
 from gkv_jax.models.llama import Llama
 from gkv_jax.serve.app import create_app
 from gkv_jax.serve.generation import warm_up
-from gkv_jax.serve.settings import Limits
+from gkv_jax.serve.middleware import install
+from gkv_jax.serve.settings import Limits, Settings
 from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
 
 MODEL = "tiny"
@@ -47,9 +48,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, limits: Limits) -> Iterator[Served]:
-    """The application on a free port of this machine."""
-    app = create_app(engine, model=MODEL, limits=limits)
+def serving(engine: Engine, limits: Limits, **options: Any) -> Iterator[Served]:
+    """The application on a free port of this machine; ``options`` are of ``create_app``."""
+    app = create_app(engine, model=MODEL, limits=limits, **options)
+    install(app, Settings(MODEL, limits=limits), observer=app.state.metrics)
     config = uvicorn.Config(app, lifespan="off", ws="none", log_level="error")
     server = uvicorn.Server(config)
     with socket.socket() as listener:

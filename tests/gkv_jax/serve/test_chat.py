@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
@@ -16,7 +15,7 @@ from starlette.types import Message
 from gkv_jax import CacheSpec, Sampling
 from gkv_jax.request import Request, RequestCancelled
 from gkv_jax.serve import generation
-from gkv_jax.serve.app import EventStream
+from gkv_jax.serve.replies.events import EventStream
 from gkv_jax.serve.settings import Limits
 from grammar_host import DeadEndError, Guide
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine, wait_for
@@ -235,9 +234,9 @@ def test_failure_of_one_request_is_its_own(
 ) -> None:
     prepare = served.engine.prepare
 
-    def sabotage(prompt: Any, *rest: Any) -> Any:
-        request = prepare(prompt, *rest)
-        if prompt[0]["content"] == "fail":
+    def sabotage(prompt: Any, *rest: Any, **options: Any) -> Any:
+        request = prepare(prompt, *rest, **options)
+        if "fail" in served.engine.tokenizer.decode(prompt):
             request.text_stream = _Failing(error)  # type: ignore[assignment]
         return request
 
@@ -280,24 +279,27 @@ def test_a_closed_engine_is_a_503_before_anything_is_sent(stream: bool) -> None:
     assert raised.value.type == "server_error"
 
 
+class _Silent:
+    """Tells nothing, because nobody asks."""
+
+    def opening(self) -> Any:
+        raise AssertionError("nobody is there to ask for an event")
+
+
 def test_a_client_that_left_before_the_first_event_frees_its_slot() -> None:
     with tiny_engine() as engine:
         endless = engine.prepare("hi", Guide.json_schema(ENDLESS), Sampling(max_tokens=20_000))
         ended: list[Request] = []
 
         async def leave_at_once() -> None:
-            async def events() -> AsyncIterator[dict[str, str]]:
-                raise AssertionError("nobody is there to ask for an event")
-                yield {}
-
             async def receive() -> Message:
                 return {"type": "http.disconnect"}
 
             async def send(_: Message) -> None:
                 raise OSError("the client is gone")
 
-            generation.submit(engine, endless, ended.append)
-            response = EventStream(endless, events())
+            answer = generation.Answer(engine, [endless], ended.append, 60)
+            response = EventStream(answer, _Silent())  # type: ignore[arg-type]
             with contextlib.suppress(OSError):
                 await response({"type": "http", "method": "POST"}, receive, send)
 

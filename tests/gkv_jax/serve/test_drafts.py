@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 
 from gkv_jax import Sampling
-from gkv_jax.serve.protocol import ChatCompletionRequest
+from gkv_jax.serve.protocol.chat import ChatCompletionRequest
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served
 from tests.gkv_jax.serve.test_chat import ENDLESS, SCHEMA, schema_format, text_of
 
 
 def sampling_of(**fields: Any) -> Sampling:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
-    return ChatCompletionRequest.model_validate(body).sampling(LIMITS)
+    (sampling,) = ChatCompletionRequest.model_validate(body).answers(LIMITS)
+    return sampling
 
 
 def drafts_of(sampling: Sampling) -> tuple[str, bool, str | None, bool]:

@@ -2,12 +2,14 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,14 @@ import jsonschema
 import openai
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
-from gkv_jax.serve import process as process_module
+from gkv_jax.serve.lifecycle import Lifecycle
+from gkv_jax.serve.process import _Server, server_config
+from gkv_jax.serve.settings import Settings
+from tests.gkv_jax.serve.conftest import wait_for
 
 ROOT = Path(__file__).parents[3]
 MODEL = "smollm2-135m-instruct"
@@ -67,10 +75,122 @@ def test_waiting_for_the_engine_to_close_does_not_stop_the_server(
         answered.set()
 
     monkeypatch.setattr(uvicorn.Server, "shutdown", answer)
-    monkeypatch.setattr(process_module, "GRACE_S", 0)
-    server = process_module._Server(uvicorn.Config(lambda: None), Busy())  # type: ignore[arg-type]
+    server = _Server(uvicorn.Config(lambda: None), Busy(), Lifecycle(), 0)  # type: ignore[arg-type]
     asyncio.run(server.shutdown())
     assert in_time == [True]
+
+
+class Closing:
+    """Where an engine would be: it says that it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@contextlib.contextmanager
+def streaming(drain_seconds: int, ends: bool) -> Iterator[tuple[_Server, Lifecycle, Closing, int]]:
+    """A server whose only route streams until the engine is closed, or without end."""
+    engine, lifecycle = Closing(), Lifecycle()
+
+    async def events() -> AsyncIterator[str]:
+        while not (ends and engine.closed.is_set()):
+            yield "more\n"
+            await asyncio.sleep(0.01)
+        yield "the error\n"
+
+    async def stream(_: Any) -> StreamingResponse:
+        return StreamingResponse(events())
+
+    app = Starlette(routes=[Route("/", stream)])
+    settings = Settings("m", drain_seconds=drain_seconds)
+    server = _Server(server_config(app, settings), engine, lifecycle, drain_seconds)  # type: ignore[arg-type]
+    assert lifecycle.state == "starting"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        wait_for(lambda: server.started)
+        wait_for(lambda: lifecycle.is_ready)
+        try:
+            yield server, lifecycle, engine, port
+            thread.join(30)
+            assert not thread.is_alive()
+        finally:
+            engine.closed.set()
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+def reading(port: int) -> socket.socket:
+    """A client that has the first bytes of its stream."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert client.recv(10) == b"HTTP/1.1 2"
+    return client
+
+
+def rest(client: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := client.recv(65536):
+            received += data
+    return received
+
+
+def is_refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=30).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_running_requests_end_with_an_error_that_their_clients_read() -> None:
+    with streaming(1, ends=True) as (server, lifecycle, engine, port):
+        with reading(port) as client:
+            server.handle_exit(signal.SIGTERM, None)
+            assert lifecycle.state == "draining"
+            wait_for(lambda: is_refused(port))
+            assert rest(client).endswith(b"the error\n\r\n0\r\n\r\n")
+        assert engine.closed.is_set()
+
+
+def test_a_server_without_requests_ends_before_its_time() -> None:
+    with streaming(3600, ends=True) as (server, *_):
+        server.handle_exit(signal.SIGTERM, None)
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with streaming(3600, ends=False) as (server, _, _, port), reading(port) as client:
+        server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: is_refused(port))
+        server.handle_exit(signal.SIGTERM, None)
+        assert not rest(client).endswith(b"0\r\n\r\n")
+
+
+def test_a_server_that_was_told_to_end_never_gets_ready() -> None:
+    lifecycle = Lifecycle()
+    lifecycle.drain()
+    lifecycle.serve()
+    assert lifecycle.state == "draining"
+
+
+def test_compiled_programs_are_kept_and_found_by_the_next_process(tmp_path: Path) -> None:
+    code = (
+        "import jax, sys; from gkv_jax.serve.process import use_compilation_cache; "
+        "use_compilation_cache(sys.argv[1]); hits = []; "
+        "jax.monitoring.register_event_listener(lambda name, **_: hits.append(name)); "
+        "jax.jit(lambda x: x * 2 + 1)(1.0); print('/jax/compilation_cache/cache_hits' in hits)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "new" / "xla")]
+    found = [
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    ]
+    assert found == ["False\n", "True\n"]
 
 
 @pytest.mark.model

@@ -1,6 +1,8 @@
 """The command line and its configuration file."""
 
+import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,15 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gkv_jax import CacheSpec, UserError
 from gkv_jax.serve import process
 from gkv_jax.serve.__main__ import main
 from gkv_jax.serve.process import public_name
-from gkv_jax.serve.settings import Limits, Settings, load_settings
+from gkv_jax.serve.settings import Auth, Cors, Limits, Log, Queue, Settings, load_settings
 
 ROOT = Path(__file__).parents[3]
-DEFAULT = ROOT / "configs" / "serve" / "default.toml"
+EXAMPLES = ROOT / "configs" / "serve"
+DEFAULT = EXAMPLES / "default.toml"
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _leave_logging_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the process that runs the tests."""
+    monkeypatch.setattr(process.logs, "configure", lambda _: None)
 
 
 @pytest.fixture
@@ -35,6 +46,45 @@ def test_default_file_holds_the_defaults() -> None:
     assert load_settings(DEFAULT, {}) == Settings("smollm2-135m-instruct")
 
 
+def test_default_file_names_every_key() -> None:
+    text = DEFAULT.read_text(encoding="utf-8")
+    tables = [Settings, CacheSpec, Limits, Queue, Auth, Cors, Log]
+    for table in tables[:1] + tables[2:]:  # a cache's keys depend on its policy
+        for field in dataclasses.fields(table):
+            assert re.search(rf"^(# |\[)?{field.name}\b", text, re.MULTILINE), field.name
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_examples_load(path: Path) -> None:
+    settings = load_settings(path, {})
+    assert settings.limits.choices <= settings.slots
+    assert settings.limits.prompt_tokens >= 1024
+
+
+def test_long_context_selects_tokens_of_its_prompts() -> None:
+    cache = load_settings(EXAMPLES / "long-context.toml", {}).cache
+    assert cache.policy == "snapkv"
+    assert cache.kept > 0
+
+
+def test_kubernetes_waits_for_the_drain(config: Any) -> None:
+    text = (ROOT / "configs" / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
+    kinds = {each["kind"]: each for each in yaml.safe_load_all(text)}
+    settings = load_settings(config(kinds["ConfigMap"]["data"]["server.toml"]), {})
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    takes = int(seconds) + settings.drain_seconds + process.MARGIN_S
+    assert pod["terminationGracePeriodSeconds"] > takes
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_systemd_waits_for_the_drain() -> None:
+    text = (ROOT / "configs" / "deploy" / "gkv-serve.service").read_text(encoding="utf-8")
+    (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert int(seconds) > Settings("m").drain_seconds + process.MARGIN_S
+
+
 def test_flags_override_the_file(config: Any) -> None:
     path = config(
         'model = "a"\nport = 1\n[cache]\nsinks = 2\nwindow = 30\n[limits]\nbody_bytes = 9'
@@ -43,6 +93,87 @@ def test_flags_override_the_file(config: Any) -> None:
     assert settings == Settings(
         "a", port=2, cache=CacheSpec(sinks=2, window=40, max_drafts=7), limits=Limits(body_bytes=9)
     )
+
+
+def test_every_table_reaches_its_field(config: Any) -> None:
+    path = config(
+        'model = "a"\nmodel_name = "b"\ncompilation_cache = ""\ndrain_seconds = 0\n'
+        "[limits]\nheader_bytes = 1\nschema_bytes = 2\nrequest_seconds = 3\nbody_seconds = 4\n"
+        "connections = 5\nchoices = 6\n[queue]\nsize = 0\n"
+        '[auth]\nkeys_file = "k"\nkeys_env = "K"\nmetrics_open = true\n'
+        '[cors]\norigins = ["https://a.org", "http://b:81", "*"]\n[log]\nformat = "json"'
+    )
+    limits = Limits(
+        header_bytes=1, schema_bytes=2, request_seconds=3, body_seconds=4, connections=5, choices=6
+    )
+    assert load_settings(path, {"log": {"level": "debug", "format": None}}) == Settings(
+        "a",
+        model_name="b",
+        compilation_cache="",
+        drain_seconds=0,
+        limits=limits,
+        queue=Queue(0),
+        auth=Auth("k", "K", True),
+        cors=Cors(("https://a.org", "http://b:81", "*")),
+        log=Log("json", "debug"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "flag", "expected"),
+    [
+        ("", None, 8),
+        ("slots = 3", None, 3),
+        ("slots = 3", 5, 5),
+        ("slots = 3\n[limits]\nchoices = 9", 5, 9),
+    ],
+)
+def test_a_request_may_have_as_many_choices_as_there_are_slots(
+    config: Any, text: str, flag: int | None, expected: int
+) -> None:
+    settings = load_settings(config(f'model = "a"\n{text}'), {"slots": flag})
+    assert settings.limits.choices == expected
+
+
+def test_keys_come_from_file_and_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# Ann's\n{KEY}1\n\n  {KEY}2 \n", encoding="utf-8")
+    environment = {"GKV_API_KEYS": f"{KEY}3, {KEY}1,", "OTHER": f"{KEY}4"}
+    assert Auth(str(path)).read_keys(environment) == (KEY + "1", KEY + "2", KEY + "3")
+    assert Auth(keys_env="OTHER").read_keys(environment) == (KEY + "4",)
+    assert Auth().read_keys({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has no key"),
+        ("\n# nothing\n", "has no key"),
+        (f"{KEY}\n{KEY[:-1]}", "line 2: a key has at least 16"),
+        (f"{KEY} {KEY}", "line 1: a key has at least 16"),
+        (f"{KEY}é", "line 1: a key has at least 16"),
+    ],
+)
+def test_bad_keys_are_errors_that_do_not_show_them(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    for auth, environment in [(Auth(str(path)), {}), (Auth(), {"GKV_API_KEYS": text})]:
+        with pytest.raises(UserError, match=complaint) as raised:
+            auth.read_keys(environment)
+        assert KEY[:-1] not in str(raised.value)
+
+
+def test_unreadable_keys_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, binary = tmp_path / "missing", tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    for path, complaint in [(missing, "cannot be read: No such file"), (binary, "not UTF-8")]:
+        arguments = ["--model", "no-such-model", "--port", "0", "--keys-file", str(path)]
+        assert main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: auth.keys_file {path}")
+        assert complaint in line
 
 
 def test_kept_tokens_mean_snapkv() -> None:
@@ -78,7 +209,7 @@ def test_draft_and_verify_reach_the_engine(
 
     monkeypatch.setattr(process.Engine, "from_pretrained", from_pretrained)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    arguments = ["--model", "a", "--port", "0", "--max-drafts", "5"]
+    arguments = ["--model", "a", "--port", "0", "--max-drafts", "5", "--compilation-cache", ""]
     assert main([*arguments, "--draft", "b", "--verify", "always"]) == 2
     assert "far enough" in capsys.readouterr().err
     assert (given["model"], given["draft"], given["verify"]) == ("a", "b", "always")
@@ -104,6 +235,21 @@ def test_draft_and_verify_reach_the_engine(
         ('model = "a"\ndraft = ""', "draft is ''"),
         ('model = "a"\ndraft = false', "draft is False"),
         ("model = 5", "model is 5"),
+        ('model = "a"\nmodel_name = ""', "model_name is ''"),
+        ('model = "a"\ncompilation_cache = 1', "compilation_cache is 1"),
+        ('model = "a"\ndrain_seconds = -1', "drain_seconds is -1"),
+        ('model = "a"\n[limits]\nbody_seconds = 0.5', "limits.body_seconds is 0.5"),
+        ('model = "a"\n[limits]\nchoices = 0', "limits.choices is 0"),
+        ('model = "a"\n[queue]\nsize = -1', "queue.size is -1"),
+        ('model = "a"\n[queue]\nlength = 1', "unknown key 'queue.length'; known: size"),
+        ('model = "a"\n[auth]\nkeys = ["k"]', "unknown key 'auth.keys'; known: keys_file"),
+        ('model = "a"\n[auth]\nkeys_env = ""', "auth.keys_env is ''"),
+        ('model = "a"\n[auth]\nmetrics_open = 1', "auth.metrics_open is 1"),
+        ('model = "a"\n[cors]\norigins = "*"', "cors.origins is"),
+        ('model = "a"\n[cors]\norigins = ["example.org"]', "cors.origins has 'example.org'"),
+        ('model = "a"\n[cors]\norigins = ["http://a.org/"]', "cors.origins has 'http://a.org/'"),
+        ('model = "a"\n[log]\nformat = "xml"', "log.format is 'xml'"),
+        ('model = "a"\n[log]\nlevel = "INFO"', "log.level is 'INFO'"),
         ("model = ", "not valid TOML"),
     ],
 )
@@ -123,6 +269,12 @@ def test_bad_file(config: Any, text: str, complaint: str) -> None:
         (["--model", "a", "--window", "-1"], "cache.window is -1"),
         (["--model", "a", "--max-drafts", "-1"], "cache.max_drafts is -1"),
         (["--model", "a", "--verify", "never"], "--verify"),
+        (["--model", "a", "--log-format", "xml"], "--log-format"),
+        (["--model", "a", "--drain-seconds", "-1"], "drain_seconds is -1"),
+        (
+            ["--model", "a", "--port", "0", "--compilation-cache", "/dev/null/x"],
+            "compilation_cache",
+        ),
         (["--config", "nowhere.toml"], "nowhere.toml cannot be read"),
         (["--model", "a", "--host", "256.0.0.1"], "256.0.0.1"),
     ],
@@ -153,7 +305,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     flags = [
         "model", "host", "port", "slots", "sinks", "window", "kept",
-        "max-drafts", "draft", "verify", "loop", "config",
+        "max-drafts", "draft", "verify", "loop", "config", "model-name", "keys-file",
+        "compilation-cache", "drain-seconds", "log-format", "log-level",
     ]  # fmt: skip
     for flag in flags:
         assert f"--{flag} " in text
@@ -180,6 +333,7 @@ def test_importing_the_library_leaves_the_server_out() -> None:
     code = (
         "import gkv_jax, sys; "
         "assert not {'fastapi', 'uvicorn', 'pydantic', 'sse_starlette', 'prometheus_client', "
+        "'pythonjsonlogger', "
         "'gkv_jax.serve'} & sys.modules.keys()"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -1,0 +1,270 @@
+"""OpenAI's chat completion answers."""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from gkv_jax.request import Piece, Result
+from gkv_jax.serve.errors import ApiError
+from gkv_jax.serve.replies.events import Event
+from gkv_jax.serve.replies.logprobs import ChoiceLogprobs, TokenTexts, for_chat
+from gkv_jax.serve.replies.usage import Usage, figures
+from gkv_jax.serve.tools import (
+    Answer,
+    CallArguments,
+    CallBegins,
+    Content,
+    ToolCallParser,
+)
+from gkv_jax.serve.tools import Event as TextEvent
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunction(BaseModel):
+    """A function's name and, as JSON text, its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ResponseMessage(BaseModel):
+    """What the model said; None where it only calls tools."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Choice(BaseModel):
+    """One of the ``n`` answers."""
+
+    index: int
+    message: ResponseMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    """The answer to a request that does not stream; ``gkv`` has the figures of ``Result.stats``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+    gkv: dict[str, Any]
+
+
+class FunctionDelta(BaseModel):
+    """The name, once, and pieces of the arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """A piece of a call; its first has ``id`` and ``type``."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(BaseModel):
+    """What a chunk adds to a choice."""
+
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(BaseModel):
+    """A piece of a stream: first the role, then text, then the end with ``gkv``, then usage.
+
+    Fields that are not set are not sent.
+    """
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    gkv: dict[str, Any] = {}
+
+
+class ChatReply:
+    """Builds the parts of one answer, which share an id and a time. A ``Narrator`` of streams."""
+
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        texts: TokenTexts,
+        *,
+        choices: int = 1,
+        has_tools: bool = False,
+        include_usage: bool = False,
+        positions: Sequence[int] | None = None,
+    ) -> None:
+        """Of a request.
+
+        Args:
+          texts: what tokens write, for log-probabilities.
+          choices: answers that were asked for.
+          has_tools: whether calls are to be found in the text.
+          include_usage: each chunk has the field, and a last one is for it.
+          positions: tokens of the prompt of each choice, if chunks shall tell a trace.
+        """
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._common = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._texts, self._choices, self._has_tools = texts, choices, has_tools
+        self._include_usage = include_usage
+        self._positions = None if positions is None else list(positions)
+        self._parsers: dict[int, ToolCallParser] = {}
+        self._told: dict[int, list[TextEvent]] = {}
+
+    def completion(self, results: Sequence[Result]) -> ChatCompletion:
+        """The whole answer at once."""
+        return ChatCompletion.model_validate(
+            self._common
+            | {
+                "choices": [self._choice(*each) for each in enumerate(results)],
+                "usage": Usage.of(results, len(results)),
+                "gkv": figures(results),
+            }
+        )
+
+    def _choice(self, index: int, result: Result) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": result.text}
+        reason: str = result.finish_reason
+        if self._has_tools:
+            answer = Answer.read(result.text)
+            reason = answer.finish_reason(reason)
+            if answer.calls:
+                message["tool_calls"] = [
+                    {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in answer.calls
+                ]
+            message["content"] = answer.content or (None if answer.calls else "")
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": for_chat(result.logprobs, self._texts) if result.logprobs else None,
+            "finish_reason": reason,
+        }
+
+    # A stream -----------------------------------------------------------------------------------
+
+    def opening(self) -> Iterable[Event]:
+        """The role of each choice."""
+        for index in range(self._choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def piece(self, index: int, piece: Piece) -> Iterable[Event]:
+        """Chunks of text and calls."""
+        extra: dict[str, Any] = {}
+        if piece.logprobs:
+            extra["logprobs"] = for_chat(piece.logprobs, self._texts)
+        gkv: dict[str, Any] = {}
+        if self._positions is not None:
+            self._positions[index] += len(piece.tokens)
+            trace = [vars(token) for token in piece.trace]
+            gkv = {"gkv": {"position": self._positions[index], "trace": trace}}
+        deltas = self._deltas(index, piece.text)
+        if not deltas and (extra or gkv):
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            # Log-probabilities and trace once, with the first chunk of the piece.
+            yield self._chunk(index, delta, None, *((extra, gkv) if number == 0 else ({}, {})))
+
+    def end(self, index: int, result: Result) -> Iterable[Event]:
+        """The chunk with the finish reason."""
+        reason: str = result.finish_reason
+        if self._has_tools:
+            for delta in self._of_events(index, self._parser(index).finish()):
+                yield self._chunk(index, delta, None)
+            reason = Answer.of(self._told.get(index, ())).finish_reason(reason)
+        yield self._chunk(index, {}, reason, {}, {"gkv": result.stats})
+
+    def closing(self, results: Sequence[Result]) -> Iterable[Event]:
+        """The usage, if asked for, and the end of the stream."""
+        if self._include_usage:
+            yield self._dump(choices=[], usage=Usage.of(results, len(results)))
+        yield {"data": "[DONE]"}
+
+    def failure(self, error: ApiError) -> Iterable[Event]:
+        """The error instead of ``[DONE]``."""
+        yield {"data": error.json()}
+
+    def _parser(self, index: int) -> ToolCallParser:
+        return self._parsers.setdefault(index, ToolCallParser())
+
+    def _deltas(self, index: int, text: str) -> list[dict[str, Any]]:
+        if not self._has_tools:
+            return [{"content": text}] if text else []
+        return self._of_events(index, self._parser(index).push(text))
+
+    def _of_events(self, index: int, events: Sequence[TextEvent]) -> list[dict[str, Any]]:
+        self._told.setdefault(index, []).extend(events)
+        deltas: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case Content(text):
+                    deltas.append({"content": text})
+                case CallBegins(number, identity, name):
+                    function = {"name": name, "arguments": ""}
+                    call = {"index": number, "id": identity, "type": "function"}
+                    deltas.append({"tool_calls": [call | {"function": function}]})
+                case CallArguments(number, text):
+                    call = {"index": number, "function": {"arguments": text}}
+                    deltas.append({"tool_calls": [call]})
+        return deltas
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None,
+        of_choice: dict[str, Any] | None = None,
+        more: dict[str, Any] | None = None,
+    ) -> Event:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return self._dump(choices=[choice | (of_choice or {})], **usage, **(more or {}))
+
+    def _dump(self, **fields: Any) -> Event:
+        values = self._common | {"object": "chat.completion.chunk"} | fields
+        chunk = ChatCompletionChunk.model_validate(values)
+        return {"data": chunk.model_dump_json(exclude_unset=True)}

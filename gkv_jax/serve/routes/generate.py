@@ -1,0 +1,98 @@
+"""Chat completions and completions."""
+
+from typing import Any
+
+import fastapi
+from fastapi import FastAPI
+
+from gkv_jax.serve.protocol.chat import ChatCompletionRequest
+from gkv_jax.serve.protocol.completions import CompletionRequest
+from gkv_jax.serve.protocol.formats import Constrained
+from gkv_jax.serve.replies.chat import ChatCompletion, ChatReply
+from gkv_jax.serve.replies.completions import Completion, CompletionReply
+from gkv_jax.serve.replies.events import EventStream
+from gkv_jax.serve.replies.logprobs import TokenTexts
+from gkv_jax.serve.routes.errors import ERRORS, STREAMS
+from gkv_jax.serve.service import Job, Service
+from gkv_jax.serve.tools import Conversation
+
+
+def add(app: FastAPI, service: Service, fingerprint: str) -> None:
+    """Add the routes."""
+    texts = TokenTexts(service.engine)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS | ERRORS)
+    async def chat_completions(
+        asked: ChatCompletionRequest, http: fastapi.Request, response: fastapi.Response
+    ) -> Any:
+        service.check_model(asked.model)
+        asked.check()
+        talk = Conversation.of(
+            asked.messages,
+            asked.tools,
+            asked.tool_choice,
+            asked.parallel_tool_calls,
+            tokenizer=service.engine.tokenizer,
+        )
+        job = Job(
+            prompts=[talk.messages],
+            prompt_field="messages",
+            samplings=asked.answers(service.limits),
+            seconds=asked.seconds(service.limits),
+            constraint=talk.constraint(asked.constraint()),
+            tools=talk.tools_for_template,
+            trace=asked.trace or False,
+            cache=asked.cache,
+        )
+        answer = await service.start(job)
+        reply = ChatReply(
+            service.model,
+            fingerprint,
+            texts,
+            choices=job.size,
+            has_tools=talk.may_call,
+            include_usage=asked.include_usage,
+            positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
+        )
+        if asked.stream:
+            return _warned(EventStream(answer, reply), asked)
+        _warned(response, asked)
+        return reply.completion(await answer.results(http))
+
+    @app.post("/v1/completions", response_model=Completion, responses=STREAMS | ERRORS)
+    async def completions(
+        asked: CompletionRequest, http: fastapi.Request, response: fastapi.Response
+    ) -> Any:
+        service.check_model(asked.model)
+        asked.check()
+        samplings = asked.answers(service.limits)
+        job = Job(
+            prompts=asked.prompts(),
+            prompt_field="prompt",
+            samplings=samplings,
+            seconds=asked.seconds(service.limits),
+            constraint=asked.constraint(),
+            trace=asked.trace or False,
+            cache=asked.cache,
+        )
+        answer = await service.start(job)
+        reply = CompletionReply(
+            service.model,
+            fingerprint,
+            texts,
+            answers=len(samplings),
+            include_usage=asked.include_usage,
+            positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
+        )
+        if asked.stream:
+            return _warned(EventStream(answer, reply), asked)
+        _warned(response, asked)
+        return reply.completion(await answer.results(http))
+
+
+def _warned(response: Any, asked: Constrained) -> Any:
+    """The response, with a warning if fields were translated."""
+    for name in asked.legacy_fields:
+        text = f'299 gkv_jax "{name} is an old name; use structured_outputs"'
+        response.headers.append("Warning", text)
+    return response

@@ -1,0 +1,242 @@
+"""From a request that is well-formed to an answer under way: what all generating routes share."""
+
+import asyncio
+import dataclasses
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio.to_thread
+
+from gkv_jax.engine import Engine, Prompt
+from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
+from gkv_jax.request import Request
+from gkv_jax.sampling import Sampling
+from gkv_jax.serve.errors import ApiError, failed_generation, logger, refused, shutting_down
+from gkv_jax.serve.generation import Answer
+from gkv_jax.serve.metrics import Metrics
+from gkv_jax.serve.protocol.formats import Constraint
+from gkv_jax.serve.protocol.sampling import CacheWanted
+from gkv_jax.serve.settings import Limits
+from grammar_host import CompileCrashError, Grammar, GrammarError, GuideError
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a request asks the engine for.
+
+    Attributes:
+      prompts: each is answered once for each of ``samplings``.
+      prompt_field: what the client calls them.
+      samplings: how to sample each answer to a prompt.
+      seconds: how long it may take.
+      constraint: what the answers must obey; None for free text.
+      tools: for the chat template, if it takes tools.
+      trace: whether to tell where tokens are from.
+      cache: the cache that the client counts on.
+    """
+
+    prompts: Sequence[Prompt]
+    prompt_field: str
+    samplings: Sequence[Sampling]
+    seconds: float
+    constraint: Constraint | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    trace: bool = False
+    cache: CacheWanted | None = None
+
+    @property
+    def size(self) -> int:
+        """Answers."""
+        return len(self.prompts) * len(self.samplings)
+
+
+class Admission:
+    """Counts the answers that are under way: as many as there are slots, and so many that may wait.
+
+    The engine serves them in the order in which they came. Any thread may use it.
+    """
+
+    def __init__(self, slots: int, size: int) -> None:
+        """``size``: answers that may wait."""
+        self._slots, self._limit = slots, slots + size
+        self._count, self._lock = 0, threading.Lock()
+        self._seconds = 1.0
+        """A running mean of what an answer takes."""
+
+    def enter(self, count: int) -> None:
+        """Take places.
+
+        Raises:
+          ApiError: they would be too many; it says when to come back.
+        """
+        with self._lock:
+            if count > self._limit:
+                message = f"{count} answers are asked for at once; this server takes {self._limit}"
+                raise ApiError(400, message, code="invalid_value")
+            if self._count + count > self._limit:
+                waiting = max(0, self._count - self._slots)
+                seconds = min(60, math.ceil(self._seconds * (1 + waiting / self._slots)))
+                message = (
+                    f"{waiting} answers wait already, as many as may; try again in {seconds} s"
+                )
+                headers = {"Retry-After": str(seconds)}
+                raise ApiError(429, message, code="queue_full", headers=headers)
+            self._count += count
+
+    def leave(self, count: int) -> None:
+        """Give places back."""
+        with self._lock:
+            self._count -= count
+
+    def observe(self, seconds: float) -> None:
+        """An answer took so long."""
+        with self._lock:
+            self._seconds += 0.1 * (seconds - self._seconds)
+
+    @property
+    def count(self) -> int:
+        """Answers under way, those that are still being prepared included."""
+        return self._count
+
+
+class Service:
+    """What the routes share.
+
+    Attributes:
+      engine: does the work.
+      model: what clients call the model.
+      limits: how much one request may ask for.
+      metrics: what ended requests are counted in.
+      admission: who may wait.
+    """
+
+    def __init__(
+        self, engine: Engine, model: str, limits: Limits, metrics: Metrics, admission: Admission
+    ) -> None:
+        self.engine, self.model, self.limits = engine, model, limits
+        self.metrics, self.admission = metrics, admission
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError unless this model is served; None takes the one that there is."""
+        if model not in (None, self.model):
+            message = f"The model '{model}' does not exist; this server has '{self.model}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def start(self, job: Job) -> Answer:
+        """Compile what is to be obeyed, read the prompts' tokens, and submit.
+
+        Raises:
+          ApiError: the request cannot be served.
+        """
+        if self.engine.closed:
+            raise shutting_down()
+        self._check_cache(job.cache)
+        self.admission.enter(job.size)
+        try:
+            grammar = None if job.constraint is None else await self.compile(job.constraint)
+            requests = await anyio.to_thread.run_sync(self._prepare, job, grammar)
+        except BaseException:
+            self.admission.leave(job.size)
+            raise
+        try:
+            return Answer(self.engine, requests, self._on_end, job.seconds)
+        except EngineClosedError as error:
+            raise shutting_down() from error
+
+    async def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of a constraint. Waiting for it takes no thread.
+
+        Raises:
+          ApiError: it cannot be enforced.
+        """
+        guide = await anyio.to_thread.run_sync(constraint.guide)
+        size = len(guide.text.encode())
+        if size > self.limits.schema_bytes:
+            message = f"{constraint.field} has {size} bytes; this server allows {self.limits.schema_bytes}"
+            code = "grammar_too_complex"
+            raise ApiError(400, message, param=constraint.field, code=code)
+        try:
+            compiler = await anyio.to_thread.run_sync(lambda: self.engine.compiler)
+            return await asyncio.wrap_future(compiler.submit(guide, constraint.backend))
+        except GuideError as error:
+            if isinstance(error, CompileCrashError):
+                logger.error("a guide brought its compilation down", exc_info=error)
+            raise constraint.error(error) from error
+        except GrammarError as error:  # not the guide's fault
+            logger.error("guides cannot be compiled", exc_info=error)
+            raise failed_generation(error) from error
+
+    def tokens(self, prompt: Prompt, field: str, tools: Any = None) -> tuple[int, ...]:
+        """A prompt's tokens.
+
+        Raises:
+          ApiError: it cannot be read, or is too long.
+        """
+        try:
+            tokens = self.engine.encode(prompt, tools=tools)
+        except UserError as error:
+            raise refused(error, field) from error
+        if len(tokens) > self.limits.prompt_tokens:
+            message = (
+                f"{field}: {len(tokens)} tokens, and this server reads at most "
+                f"{self.limits.prompt_tokens}; shorten it"
+            )
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
+        return tokens
+
+    def _prepare(self, job: Job, grammar: Grammar | None) -> list[Request]:
+        """Everything else that can be refused; runs in a thread."""
+        for sampling in job.samplings[:1]:
+            self._check_prediction(sampling.prediction)
+        requests = []
+        for prompt in job.prompts:
+            tokens = self.tokens(prompt, job.prompt_field, job.tools)
+            for sampling in job.samplings:
+                try:
+                    request = self.engine.prepare(tokens, grammar, sampling, trace=job.trace)
+                except PromptTooLongError as error:
+                    code = "context_length_exceeded"
+                    raise ApiError(400, str(error), param=job.prompt_field, code=code) from error
+                except UserError as error:
+                    raise refused(error, job.prompt_field) from error
+                requests.append(request)
+        return requests
+
+    def _on_end(self, request: Request) -> None:
+        self.admission.leave(1)
+        if request.submitted:
+            self.metrics.count(request)
+            if request.admitted:
+                self.admission.observe(request.ended - request.admitted)
+
+    def _check_prediction(self, prediction: str | None) -> None:
+        """Raises ApiError if an answer as long as the prediction would not be allowed."""
+        if prediction is None:
+            return
+        tokens = self.engine.tokenizer.encode(prediction, add_special_tokens=False, verbose=False)
+        if len(tokens) > self.limits.completion_tokens:
+            message = (
+                f"prediction has {len(tokens)} tokens and this server writes at most "
+                f"{self.limits.completion_tokens}; shorten it or leave it out"
+            )
+            raise ApiError(400, message, param="prediction", code="invalid_value")
+
+    def _check_cache(self, wanted: CacheWanted | None) -> None:
+        spec = self.engine.spec
+        served = {
+            "policy": spec.policy_name,
+            "sinks": spec.sinks,
+            "kept": spec.kept,
+            "window": spec.window,
+        }
+        for name, value in served.items():
+            asked = getattr(wanted, name, None)
+            if asked not in (None, value):
+                facts = ", ".join(f"{n}={v!r}" for n, v in served.items())
+                message = (
+                    f"cache.{name} is {asked!r}; all slots of this server have the cache {facts}: "
+                    "leave it out, or ask another server"
+                )
+                raise ApiError(400, message, param=f"cache.{name}", code="invalid_value")

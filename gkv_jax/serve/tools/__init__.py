@@ -1,0 +1,49 @@
+"""Tools: what requests say of them, what the model reads, what it may write, and reading that back."""
+
+from gkv_jax.serve.tools.conversation import Conversation, check_conversation
+from gkv_jax.serve.tools.guides import ToolsConstraint, may_call, tools_constraint
+from gkv_jax.serve.tools.parser import (
+    Answer,
+    AnswerCall,
+    CallArguments,
+    CallBegins,
+    CallEnds,
+    Content,
+    Event,
+    ToolCallParser,
+)
+from gkv_jax.serve.tools.render import Rendered, TemplateStyle, call_text, render
+from gkv_jax.serve.tools.types import (
+    FunctionCall,
+    FunctionDefinition,
+    Tool,
+    ToolCallField,
+    ToolChoice,
+    refuse_other_tools,
+)
+
+__all__ = [
+    "Answer",
+    "AnswerCall",
+    "CallArguments",
+    "CallBegins",
+    "CallEnds",
+    "Content",
+    "Conversation",
+    "Event",
+    "FunctionCall",
+    "FunctionDefinition",
+    "Rendered",
+    "TemplateStyle",
+    "Tool",
+    "ToolCallField",
+    "ToolCallParser",
+    "ToolChoice",
+    "ToolsConstraint",
+    "call_text",
+    "check_conversation",
+    "may_call",
+    "refuse_other_tools",
+    "render",
+    "tools_constraint",
+]
