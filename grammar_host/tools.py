@@ -206,12 +206,15 @@ def _read_function(function: Any, pointer: str) -> _Tool:
 
 
 def _read_parameters(parameters: Any, strict: bool, pointer: str) -> Mapping[str, Any]:
-    from grammar_host.schema.strict import close_objects  # not needed by every user of this module
+    # Not needed by every user of this module.
+    from grammar_host.schema.shapes import check_shapes
+    from grammar_host.schema.strict import close_objects
 
     if not isinstance(parameters, Mapping):
         _refuse("tools", f"a schema is an object, not {type(parameters).__name__}", pointer)
     try:
         schema: dict[str, Any] = Guide.json_schema(dict(parameters)).document
+        check_shapes(schema, "tools")
     except GuideError as error:
         raise type(error)("tools", error.reason, pointer=pointer) from None
     if not any(key in schema for key in ("type", "$ref", "allOf", "anyOf", "oneOf")):

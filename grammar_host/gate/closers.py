@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from grammar_host.bitmask import token_row
 from grammar_host.gate.cursor import MAX_NESTING, Cursor, Frame, keys_left, nodes_of_value
-from grammar_host.gate.effects import Effects, essence, string_end
+from grammar_host.gate.effects import (
+    RESTRICTING,
+    Effects,
+    essence,
+    is_malformed,
+    string_end,
+    writes_malformed,
+)
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -50,6 +57,20 @@ class Closers:
         self._openers = self._row(t for t, text in texts.items() if b"{" in text or b"[" in text)
         self._commas = self._row(token for token, text in texts.items() if b"," in text)
         self._delimiters = self._row(texts)
+        suspects = {t: text for t, text in enumerate(self.vocabulary) if is_malformed(text)}
+        self._malformed = self._row(suspects)
+        malforming = {t for t, text in suspects.items() if is_malformed(text, 0, ends.get(t))}
+        self._malforming = self._row(malforming)
+        self._malformed_inside, self._malformed_outside = (
+            self._row(t for t, text in tokens if writes_malformed(text, in_string=inside))
+            for inside, tokens in (
+                (True, [item for item in suspects.items() if item[0] not in malforming]),
+                (False, suspects.items()),
+            )
+        )
+        self._continuing = self._row(
+            token for token, text in enumerate(self.vocabulary) if b"\x80" <= text[:1] <= b"\xbf"
+        )
         self._all = self._row(token for token, text in enumerate(self.vocabulary) if text)
         self._none = self._row(())
         first = sorted((text[:1], token) for token, text in enumerate(self.vocabulary) if text)
@@ -71,6 +92,8 @@ class Closers:
 
     def essence(self, token_id: int, cursor: Cursor) -> bytes:
         """The text of a token without what behind a finished part makes no difference."""
+        if cursor.escaped:  # a quote would end nothing
+            return self.vocabulary[token_id]
         essences = self._essences[cursor.string_start >= 0]
         return essences.get(token_id, self.vocabulary[token_id])
 
@@ -85,9 +108,12 @@ class Closers:
         return self._parts[token_id]
 
     def candidates(self, cursor: Cursor, text: bytes, rules: Rules) -> _Row:
-        """int32 [W], read-only: the tokens that may have to be refused behind a text."""
+        """int32 [W], read-only: the tokens that may have to be refused behind a text.
+
+        Without those that are `malforming` there.
+        """
         if cursor.escaped:
-            return self._quotes
+            return self._quotes | self._malformed
         frame = cursor.frame
         least = 1 if frame is None else min(frame.closings, MAX_CLOSINGS + 1)
         left = None if frame is None else keys_left(frame, b'"', rules)
@@ -95,11 +121,15 @@ class Closers:
             if cursor.in_key and left is not None:
                 return self._all
             row = self._closing_inside[least] | self._endings_row(cursor, text, rules)
+            row = row | self._malformed_inside
+            if text[-1:] in RESTRICTING:
+                row = row | self._continuing
             if left == []:
                 row = row | self._ending  # and a comma behind it
             keys = self._keys_inside
         else:
-            row, keys = self._closing_outside[least], self._keys_outside
+            row = self._closing_outside[least] | self._malformed_outside
+            keys = self._keys_outside
             if left is not None and cursor.in_key:
                 row = row | self._quotes
             elif left == []:
@@ -111,6 +141,13 @@ class Closers:
         if frame is not None and frame.depth + MAX_OPENINGS >= MAX_NESTING:
             row = row | self._openers
         return row
+
+    def malforming(self, cursor: Cursor) -> _Row:
+        """int32 [W], read-only: the tokens that make the string being written no JSON.
+
+        But not those that only do so together with what was written before.
+        """
+        return self._malforming if cursor.string_start >= 0 and not cursor.escaped else self._none
 
     def key_row(self, suffixes: Iterable[bytes]) -> _Row:
         """int32 [W]: the tokens whose first byte may continue a key, given its possible rests."""

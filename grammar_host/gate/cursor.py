@@ -6,6 +6,7 @@ import json
 import re
 from typing import NamedTuple
 
+from grammar_host.gate.effects import is_malformed
 from grammar_host.gate.rules import Nodes, Rules
 
 MAX_NESTING = 256
@@ -86,6 +87,7 @@ class Refusal(NamedTuple):
 
 _NO_KEY = "write a key that the object must not have"
 _REPEATS = "repeat a key"
+NO_STRING = "write a control character or malformed UTF-8 in a string"
 
 START = Cursor()
 
@@ -137,9 +139,13 @@ _Step = tuple[Cursor, int] | Refusal
 
 def _in_string(cursor: Cursor, text: bytes, position: int, rules: Rules) -> _Step:
     start = cursor.string_start
+    match = None if cursor.escaped else _IN_STRING.search(text, position)
+    end = position + 1 if cursor.escaped else len(text) if match is None else match.start()
+    # Not at the closing quote: whatever stands before that, no other text could mend the string.
+    if is_malformed(text, position, end):
+        return Refusal((), text[start:], NO_STRING)
     if cursor.escaped:
-        return Cursor(cursor.frame, start), position + 1
-    match = _IN_STRING.search(text, position)
+        return Cursor(cursor.frame, start), end
     if match is None:
         frame, begun = cursor.frame, text[start:]
         if frame is not None and cursor.in_key and keys_left(frame, begun, rules) == []:

@@ -12,6 +12,7 @@ from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
 from grammar_host.gate.closers import Closers, withdraw
 from grammar_host.gate.cursor import (
+    NO_STRING,
     START,
     Cursor,
     Frame,
@@ -20,6 +21,7 @@ from grammar_host.gate.cursor import (
     keys_left,
     nodes_of_value,
 )
+from grammar_host.gate.effects import is_malformed
 from grammar_host.gate.rules import Rules
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -84,6 +86,8 @@ class GatedMatcher(EngineMatcher):
             self._refusal = Refusal(self._rules.root, self._text)
         if cursor.closed:
             return
+        malforms = bool(np.any(row & self._closers.malforming(cursor)))
+        row &= ~self._closers.malforming(cursor)
         suffixes = self._key_suffixes(cursor)
         if suffixes is None:
             refuses = self._refuses(cursor)
@@ -91,6 +95,8 @@ class GatedMatcher(EngineMatcher):
             row &= self._closers.key_row(suffixes)
             refuses = self._refuses_in_key(cursor, suffixes)
         withdraw(row, self._closers.candidates(cursor, self._text, self._rules), refuses)
+        if malforms and self._refusal is None:
+            self._refusal = Refusal((), b"", NO_STRING)
 
     def is_terminated(self) -> bool:
         return self._engine.is_terminated()
@@ -139,8 +145,11 @@ class GatedMatcher(EngineMatcher):
             end, tail = parts
             if end not in strings:
                 written = self._text[cursor.string_start :] + end + b'"'
-                valid = not self._rules.matters(nodes) or self._rules.permit(nodes, written)
-                strings[end] = not valid and self._is_refused(Refusal(nodes, written))
+                if is_malformed(written, len(written) - len(end) - 1, len(written) - 1):
+                    strings[end] = self._is_refused(Refusal((), written, NO_STRING))
+                else:
+                    valid = not self._rules.matters(nodes) or self._rules.permit(nodes, written)
+                    strings[end] = not valid and self._is_refused(Refusal(nodes, written))
             if tail not in tails:
                 text = self._text + tail
                 behind = Cursor(cursor.frame, closed=cursor.frame is None)

@@ -61,6 +61,10 @@ class Tags:
         document = text[state.start :]
         return self._beginning | self._closers.candidates(state.cursor, document, state.rules)
 
+    def malforming(self, state: _State) -> NDArray[np.int32]:
+        """int32 [W], read-only: as `Closers.malforming`."""
+        return self._closers.malforming(START if state.rules is None else state.cursor)
+
     def follow(self, state: _State, text: bytes) -> _State | Refusal:
         """Moves to the end of a text that begins with what led to `state`.
 
@@ -128,6 +132,7 @@ class GatedTagMatcher(EngineMatcher):
     def fill_next_token_bitmask(self, bitmask: NDArray[np.int32], index: int) -> None:
         self._engine.fill_next_token_bitmask(bitmask, index)
         row, state = bitmask[index], self._history[-1]
+        row &= ~self._tags.malforming(state)
 
         def refuses(token_id: int) -> bool:
             if token_id in self._stop_token_ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,8 @@ class Schema:
             (`grammar_host.schema.removal`). Not to be changed.
         draft: 4, 6, 7, 19 or 20 (2019-09, 2020-12).
         canonical: an equivalent schema in jsonschema_rs' normal form, in which most negations and
-            combinations are worked out. Its properties are in alphabetical order.
+            combinations are worked out. Its properties are in alphabetical order. The document where
+            that form needs a number that is no float.
         notes: what was decided while reading, in words.
     """
 
@@ -177,7 +179,16 @@ def read_schema(document: Any, *, strict: bool = False) -> Schema:
     if canonical.satisfiability() == jsonschema_rs.canonical.Satisfiability.NO:
         reason = "no document satisfies the schema"
         raise EmptyLanguageError(PARAM, reason, pointer=_cause_of_emptiness(schema))
-    return Schema(schema, draft, canonical.to_json_schema(), tuple(notes))
+    return Schema(schema, draft, _as_json(canonical.to_json_schema(), schema), tuple(notes))
+
+
+def _as_json(canonical: Any, schema: Any) -> Any:
+    """The canonical form; the schema itself where a bound was worked out that is no float."""
+    try:
+        json.dumps(canonical)
+    except TypeError:  # of a Decimal
+        return schema
+    return canonical
 
 
 def _with_draft(schema: Any) -> tuple[Any, list[str]]:

@@ -25,7 +25,8 @@ def modernize(document: Any) -> Any:
     - `items` and `additionalItems` of tuples become `prefixItems` and `items`, `dependencies`
       become `dependentRequired` and `dependentSchemas`, bounds that are `exclusive: true` become
       exclusive ones.
-    - `propertyNames` with an `enum` of listed properties becomes `additionalProperties: false`.
+    - `propertyNames` with an `enum` or a `const` of listed properties becomes
+      `additionalProperties: false`.
     - Dependencies become `anyOf`: either the property is absent, or what depends on it holds. Not
       where that would give an order to properties that have none.
 
@@ -145,7 +146,7 @@ def _keep_order(node: dict[str, Any], conditions: list[tuple[str, Any]]) -> bool
 
 
 def _list_names(removal: Removal, pointer: str, node: dict[str, Any]) -> None:
-    """An `enum` of names that have rules already: other names are not allowed."""
+    """Names are enumerated that all have rules already: others are not allowed."""
     names, listed = _enumerated_names(node), node.get("properties", {})
     if names is None or not names <= listed.keys():
         return  # the others would be given an order that they do not have
@@ -181,11 +182,12 @@ def _enumerated_names(node: dict[str, Any]) -> set[str] | None:
     rule = node.get("propertyNames")
     if not isinstance(rule, dict) or node.get("patternProperties"):
         return None
-    if KEYWORDS & rule.keys() not in ({"enum"}, {"enum", "type"}):
+    keywords = (KEYWORDS & rule.keys()) - {"type"}
+    if keywords not in ({"const"}, {"enum"}) or rule.get("type", "string") != "string":
         return None
-    if rule.get("type", "string") != "string":
-        return None
-    return {name for name in rule["enum"] if isinstance(name, str)}
+    # The canonical form writes a single name as `const`.
+    names = rule["enum"] if "enum" in rule else [rule["const"]]
+    return {name for name in names if isinstance(name, str)}
 
 
 def _rest(removal: Removal, pointer: str, node: dict[str, Any]) -> Any:

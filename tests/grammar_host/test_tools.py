@@ -390,3 +390,18 @@ def test_no_engine_is_imported_without_a_family():
         "assert not {'torch', 'xgrammar', 'jax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"properties": [{}]}, {"required": "a"}, {"items": [], "$defs": 1}],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_parameters_of_the_wrong_shape_are_told_with_their_tool(
+    parameters: dict[str, object], strict: bool
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object"} | parameters, "strict": strict}
+    with pytest.raises(InvalidGuideError) as raised:
+        Guide.tools([{"type": "function", "function": function}])
+    assert raised.value.param == "tools"
+    assert str(raised.value.pointer).startswith("/0/function/parameters")

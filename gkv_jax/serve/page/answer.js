@@ -84,6 +84,7 @@ export class Answer {
     this.#write(span, token.text);
     span.dataset.i = i;
     span.tabIndex = i === this.#focus ? 0 : -1;
+    span.setAttribute("role", "option");
     span.setAttribute("aria-describedby", "tip");
     span.classList.add("t", "new", token.source);
     if (token.legal != null) span.style.setProperty("--w", `${100 * this.#share(token.legal)}%`);

@@ -254,6 +254,9 @@ function mistake(state) {
   if (!$("max").checkValidity()) {
     return ["max", `Max. tokens must be a whole number from 1 to ${number(Number($("max").max)) || "…"}.`];
   }
+  if (!$("seed").checkValidity() || !/^(-?\d+)?$/.test(state.seed)) {
+    return ["seed", "The seed must be a whole number, or empty."];
+  }
   return [];
 }
 
@@ -562,7 +565,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     start();
-  } else if (event.key === "Escape") stop();
+  } else if (event.key === "Escape" && event.target !== $("guide")) stop(); // there it leaves the field
 });
 prefersDark.addEventListener("change", applyTheme);
 addEventListener("hashchange", restore);

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grammar_host import GrammarMatcher, Guide, GuideError
 from grammar_host.plan import Planner
-from grammar_host.schema import validator_for
+from grammar_host.schema import read_schema, validator_for
 from tests.grammar_host.common import STOP, VOCAB_SIZE, accepts, tokenizer_info
 from tests.grammar_host.schema.generators import VALIDATORS, Generator, has_whole_float, orders
 
@@ -142,3 +142,11 @@ def test_formats_are_exact_where_it_is_said(data, name):
 
 
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
+
+
+@pytest.mark.parametrize("bound", [2**53 - 1, 2**63 - 1, 0.001])
+@pytest.mark.parametrize("divisor", [0.07, 0.1, 1e-7])
+def test_a_bound_that_no_float_is_crashes_nothing(bound, divisor):
+    schema = {"type": "number", "minimum": bound, "multipleOf": divisor}
+    assert read_schema(schema).document
+    exact(schema, "llguidance")

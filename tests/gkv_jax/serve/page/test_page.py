@@ -205,6 +205,26 @@ def test_more_tokens_than_the_server_allows(tab: Tab) -> None:
     tab.wait("#notice", "from 1 to 20,000")
 
 
+@pytest.mark.parametrize("seed", ["1e3", "1.5"])
+def test_a_seed_that_is_no_whole_number_is_not_left_out(tab: Tab, seed: str) -> None:
+    settings(tab, seed=seed)
+    tab.page.click("#run")
+    tab.wait("#notice", "whole number")
+
+
+def test_leaving_the_editor_does_not_stop_the_answer(tab: Tab) -> None:
+    choose(tab, "json_schema", ENDLESS)
+    settings(tab, max="20000")
+    tab.page.click("#run")
+    tab.page.locator("#tokens .t").nth(5).wait_for()
+    tab.page.focus("#guide")
+    tab.page.keyboard.press("Escape")
+    count = tab.page.locator("#tokens .t").count()
+    tab.page.locator("#tokens .t").nth(count + 20).wait_for()
+    tab.page.click("#stop")
+    tab.wait("#status", "Stopped")
+
+
 def test_keyboard_alone(tab: Tab) -> None:
     """From the top of the page to the tokens of an answer; nothing needs a mouse."""
     keyboard = tab.page.keyboard
