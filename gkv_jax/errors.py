@@ -15,3 +15,7 @@ class PromptTooLongError(UserError):
 
 class EngineClosedError(RuntimeError):
     """The engine was closed before the request was done."""
+
+
+class EngineFailedError(EngineClosedError):
+    """The engine's thread failed, by no fault of the request; ``__cause__`` says how."""

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: correct UTF-8 across token boundaries, and stop texts."""
+"""Tokens to text: as they come, with correct UTF-8 and stop texts, and each by itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,16 +32,8 @@ class TextStream:
         return self._release(piece or "")
 
     def alone(self, token: int) -> str:
-        """What a token decodes to by itself, with U+FFFD for a part of a character."""
-
-        def decode(*tokens: int) -> str:
-            text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-            return text
-
-        once, twice = decode(token), decode(token, token)
-        # Decoders of the SentencePiece kind take the space from the first word of a text.
-        is_whole = twice.startswith(once) and "\ufffd" not in twice
-        return twice[len(once) :] if is_whole else once
+        """``token_text`` of a token."""
+        return token_text(self._tokenizer, token)
 
     def flush(self) -> str:
         """What was held back, once nothing more will come."""
@@ -72,3 +64,19 @@ class TextStream:
             if any(text.startswith(self._held[-size:]) for text in self._stop):
                 return size
         return 0
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """What a token writes by itself within a text, with U+FFFD for parts of characters.
+
+    Special tokens are written by name. ``tokenizer`` is of the ``tokenizers`` library.
+    """
+
+    def decode(*tokens: int) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    once, twice = decode(token), decode(token, token)
+    # Decoders of the SentencePiece kind take the space from the first word of a text.
+    is_whole = twice.startswith(once) and "\ufffd" not in twice
+    return twice[len(once) :] if is_whole else once

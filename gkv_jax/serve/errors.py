@@ -6,7 +6,7 @@ A message says what is wrong and the way out, never where in the server it was n
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gkv_jax.errors import EngineClosedError, UserError
+from gkv_jax.errors import EngineClosedError, EngineFailedError, UserError
 from gkv_jax.request import RequestCancelled
 from grammar_host import (
     CompileServiceError,
@@ -107,6 +107,8 @@ def failed_generation(error: Exception | None) -> ApiError:
     if isinstance(error, DeadEndError):
         message = f"{error}; try again with another seed, or loosen the schema"
         return ApiError(500, message, code="dead_end")
+    if isinstance(error, EngineFailedError):
+        return engine_failed()
     if isinstance(error, EngineClosedError):
         return shutting_down()
     if isinstance(error, RequestCancelled):
@@ -119,7 +121,7 @@ def failed_generation(error: Exception | None) -> ApiError:
         return ApiError(400, str(error), code=error.code, pointer=error.pointer)
     if isinstance(error, GrammarError | UserError):
         return ApiError(500, str(error), code="generation_failed")
-    return _internal()
+    return internal_error()
 
 
 def log_failure(error: ApiError) -> None:
@@ -130,6 +132,11 @@ def log_failure(error: ApiError) -> None:
         logger.error("an answer failed: %s", error, exc_info=error.__cause__)
 
 
+def note_error(scope: MutableMapping[str, Any], error: ApiError) -> None:
+    """Leave an error's code in the ASGI scope of its request, for the access log and the metrics."""
+    scope.setdefault("state", {})["error_code"] = error.code
+
+
 def shutting_down() -> ApiError:
     """The server is ending, and another one may take its place."""
     headers = {"Retry-After": "10"}
@@ -137,20 +144,26 @@ def shutting_down() -> ApiError:
     return ApiError(503, message, code="shutting_down", headers=headers)
 
 
+def engine_failed() -> ApiError:
+    """The engine is lost, and the process ends."""
+    headers = {"Retry-After": "10"}
+    message = "the server's engine has failed; try again once the server has been restarted"
+    return ApiError(503, message, code="engine_failed", headers=headers)
+
+
 def install_handlers(app: FastAPI) -> None:
-    """Let the application answer every failure in the same shape."""
+    """Let the application answer what it refuses in the same shape.
+
+    What nobody foresaw is answered by ``gkv_jax.serve.middleware.Observe``.
+    """
 
     def answer(request: Request, error: ApiError) -> JSONResponse:
-        request.state.error_code = error.code  # for log and metrics
+        note_error(request.scope, error)
         return error.response()
 
     @app.exception_handler(ApiError)
     async def _api(request: Request, error: ApiError) -> JSONResponse:
         return answer(request, error)
-
-    @app.exception_handler(EngineClosedError)
-    async def _closed(request: Request, error: EngineClosedError) -> JSONResponse:
-        return answer(request, failed_generation(error))
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -160,12 +173,9 @@ def install_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         return answer(request, _http_error(request, error))
 
-    @app.exception_handler(Exception)
-    async def _unexpected(request: Request, _: Exception) -> JSONResponse:
-        return answer(request, _internal())  # the ASGI server logs the traceback
 
-
-def _internal() -> ApiError:
+def internal_error() -> ApiError:
+    """What nobody foresaw; the log has it."""
     return ApiError(
         500,
         "the server failed on this request; try again, and see its log if it fails again",

@@ -42,7 +42,8 @@ class Answer:
         self.requests = requests
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[int, Piece | None] | ApiError] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
         for index, request in enumerate(requests):
             request.sink = self._sink(index, on_end)
         try:
@@ -62,12 +63,16 @@ class Answer:
         Leaving the generator early, by ``aclose`` or by cancellation, cancels what has not ended.
 
         Raises:
-          ApiError: a request failed; the others are cancelled.
+          ApiError: a request failed, and the others are cancelled; or the time is over, which is told at
+            once, whatever the engine is about.
         """
         left = len(self.requests)
         try:
             while left:
-                index, piece = await self._arrived.get()
+                arrived = await self._arrived.get()
+                if isinstance(arrived, ApiError):
+                    raise arrived
+                index, piece = arrived
                 if piece is None:
                     left -= 1
                     self._check(self.requests[index])
@@ -110,7 +115,7 @@ class Answer:
 
     def leave(self) -> None:
         """Nobody waits for the rest: cancel what has not ended."""
-        if hasattr(self, "_timer"):
+        if self._timer is not None:
             self._timer.cancel()
         for request in self.requests:
             if request.finish_reason is None:
@@ -131,9 +136,13 @@ class Answer:
 
     def _expire(self) -> None:
         message = f"the answer was not complete after {self._seconds:g} s; ask for fewer tokens or more time"
-        for request in self.requests:
-            if request.finish_reason is None:
-                request.cancel(RequestTimeout(message))
+        error = RequestTimeout(message)
+        unfinished = [request for request in self.requests if request.finish_reason is None]
+        for request in unfinished:
+            request.cancel(error)
+        if unfinished:
+            # The engine sees it between two steps, or when it has read a prompt: the client need not wait.
+            self._arrived.put_nowait(failed_generation(error))
 
     @staticmethod
     def _check(request: Request) -> None:

@@ -93,7 +93,10 @@ class Metrics:
             "gkv_http_requests", "HTTP requests that were answered.", "route", "method", "status"
         )
         self._rejected = self._counter(
-            "gkv_rejected_requests", "HTTP requests answered with an error.", "status", "code"
+            "gkv_rejected_requests",
+            "HTTP requests answered with an error, or by a stream that ended with one.",
+            "status",
+            "code",
         )
         self._first_token = self._histogram(
             "gkv_time_to_first_token_seconds",
@@ -140,12 +143,12 @@ class Metrics:
           route: the template of its path; empty where no route matched.
           method: as it was sent.
           status: of the answer.
-          code: of OpenAI's error, if that was the answer.
+          code: of OpenAI's error, if that was the answer or the end of a stream.
         """
         # What clients choose freely is no label: each new value would be a series for ever.
         method = method if method in _METHODS else _OTHER
         self._http_requests.labels(route or _OTHER, method, str(status)).inc()
-        if status >= 400:
+        if status >= 400 or code is not None:
             self._rejected.labels(str(status), code or _OTHER).inc()
 
     def text(self) -> bytes:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Sequence
 from email.message import Message as Headers
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import anyio
 from starlette.applications import Starlette
@@ -22,8 +22,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gkv_jax.serve.errors import ApiError, failed_generation
-from gkv_jax.serve.settings import Settings
+from gkv_jax.serve.errors import ApiError, internal_error, note_error
+from gkv_jax.serve.settings import LOOPBACK, Settings
 
 logger = logging.getLogger("gkv_jax.serve.access")
 
@@ -35,6 +35,7 @@ CLIENT_LEFT = 499
 _OPEN_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ready"})
 _OPEN_PREFIX = "/page/"
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
+_STATE_PATHS = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _LOGGED = ("error_code", "prompt_tokens", "completion_tokens")
 _PATH_CHARACTERS = 200
@@ -62,7 +63,7 @@ def install(
 
     Args:
       app: FastAPI or Starlette, not started yet.
-      settings: ``cors``, ``auth.metrics_open`` and ``limits`` count here.
+      settings: ``host``, ``hosts``, ``cors``, ``auth.metrics_open`` and ``limits`` count here.
       keys: the API keys; open to everybody if there are none.
       observer: counts requests as they end.
     """
@@ -73,6 +74,11 @@ def install(
     app.add_middleware(JsonBody)
     if keys:
         app.add_middleware(ApiKeys, keys=keys, metrics_open=settings.auth.metrics_open)
+    # A page elsewhere can have its own name lead to this machine, and is then no other page to the browser.
+    # Keys keep it out; so does a name that is not ours.
+    hosts = settings.hosts or (LOOPBACK if settings.host in LOOPBACK and not keys else ())
+    if hosts and "*" not in hosts:
+        app.add_middleware(Hosts, names=hosts)
     app.add_middleware(Observe, observer=observer)
     if settings.cors.origins:
         # Before the keys: a browser asks whether it may, without one.
@@ -81,7 +87,7 @@ def install(
             allow_origins=settings.cors.origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID,),
+            expose_headers=(REQUEST_ID, "retry-after", "warning"),
         )
 
 
@@ -109,8 +115,10 @@ class Observe:
         try:
             await self._app(scope, receive, named)
         except Exception:
+            error = internal_error()
+            note_error(scope, error)
             if status == CLIENT_LEFT:  # nothing is sent yet
-                await failed_generation(None).response()(scope, receive, named)
+                await error.response()(scope, receive, named)
             raise  # the ASGI server logs the traceback
         finally:
             self._report(scope, status, time.perf_counter() - began)
@@ -134,6 +142,31 @@ class Observe:
         fields |= {key: state[key] for key in _LOGGED if state.get(key) is not None}
         line = " ".join(f"{key}={value}" for key, value in fields.items())
         logger.log(level, "%s", line, extra=fields)
+
+
+class Hosts:
+    """Lets requests in that address the server by one of its names. Probes may use its address."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app, self._names = app, frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _STATE_PATHS or self._is_ours(scope):
+            await self._app(scope, receive, send)
+            return
+        message = (
+            "the header 'Host' has no name of this server; use one that it has, or let those who run it "
+            "add yours to the setting 'hosts'"
+        )
+        error = ApiError(400, message, code="unknown_host", headers=_CLOSE)
+        await _refuse(error, scope, receive, send)
+
+    def _is_ours(self, scope: Scope) -> bool:
+        given = (_header(scope, b"host") or b"").decode("latin-1")
+        try:
+            return urlsplit(f"//{given}").hostname in self._names
+        except ValueError:  # no host at all
+            return False
 
 
 class ApiKeys:
@@ -248,7 +281,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    scope.setdefault("state", {})["error_code"] = error.code
+    note_error(scope, error)
     await error.response()(scope, receive, send)
 
 

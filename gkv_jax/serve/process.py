@@ -36,7 +36,10 @@ MARGIN_S = 5
 class _Server(uvicorn.Server):
     """At its end it gives running requests some time, then an error that their clients can read.
 
-    A second signal ends it at once.
+    A second signal ends it at once. It also ends if its engine does.
+
+    Attributes:
+      has_failed: whether it was the engine that ended it.
     """
 
     def __init__(
@@ -44,10 +47,17 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._engine, self._lifecycle, self._drain_seconds = engine, lifecycle, drain_seconds
+        self.has_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._lifecycle.serve()
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self.should_exit and self._engine.closed:
+            logger.critical("the engine has ended, and the server with it; start it again")
+            self.has_failed = self.should_exit = True
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._lifecycle.drain()
@@ -80,6 +90,7 @@ def run(settings: Settings) -> None:
     """Serve until a signal comes.
 
     Raises:
+      SystemExit: with code 1, the engine failed: whoever supervises the process may start another one.
       UserError or GrammarError: the address is taken, the keys cannot be read, or the model cannot be
         served.
     """
@@ -121,6 +132,8 @@ def run(settings: Settings) -> None:
                 logger.info("no API keys are set: whoever reaches this address may use the model")
             print(f"serving {name} at {_url(listener)}", flush=True)
             server.run(sockets=[listener])
+            if server.has_failed:
+                raise SystemExit(1)
 
 
 def server_config(app: Any, settings: Settings) -> uvicorn.Config:

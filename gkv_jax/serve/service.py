@@ -5,6 +5,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import anyio.to_thread
@@ -13,7 +14,14 @@ from gkv_jax.engine import Engine, Prompt
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.request import Request
 from gkv_jax.sampling import Sampling
-from gkv_jax.serve.errors import ApiError, failed_generation, logger, refused, shutting_down
+from gkv_jax.serve.errors import (
+    ApiError,
+    engine_failed,
+    failed_generation,
+    logger,
+    refused,
+    shutting_down,
+)
 from gkv_jax.serve.generation import Answer
 from gkv_jax.serve.metrics import Metrics
 from gkv_jax.serve.protocol.formats import Constraint
@@ -46,38 +54,34 @@ class Job:
     trace: bool = False
     cache: CacheWanted | None = None
 
-    @property
-    def size(self) -> int:
-        """Answers."""
-        return len(self.prompts) * len(self.samplings)
-
 
 class Admission:
     """Counts the answers that are under way: as many as there are slots, and so many that may wait.
 
     The engine serves them in the order in which they came. Any thread may use it.
+
+    Attributes:
+      places: the most answers that it lets in.
     """
 
     def __init__(self, slots: int, size: int) -> None:
         """``size``: answers that may wait."""
-        self._slots, self._limit = slots, slots + size
+        self._slots, self.places = slots, slots + size
         self._count, self._lock = 0, threading.Lock()
         self._seconds = 1.0
         """A running mean of what an answer takes."""
 
     def enter(self, count: int) -> None:
-        """Take places.
+        """Take places; ``count`` is at most ``places``.
 
         Raises:
-          ApiError: they would be too many; it says when to come back.
+          ApiError: so many are not free; it says when to come back.
         """
         with self._lock:
-            if count > self._limit:
-                message = f"{count} answers are asked for at once; this server takes {self._limit}"
-                raise ApiError(400, message, code="invalid_value")
-            if self._count + count > self._limit:
+            if self._count + count > self.places:
                 waiting = max(0, self._count - self._slots)
-                seconds = min(60, math.ceil(self._seconds * (1 + waiting / self._slots)))
+                # By then as many places are free as there are slots.
+                seconds = min(60, math.ceil(self._seconds))
                 message = (
                     f"{waiting} answers wait already, as many as may; try again in {seconds} s"
                 )
@@ -95,10 +99,29 @@ class Admission:
         with self._lock:
             self._seconds += 0.1 * (seconds - self._seconds)
 
-    @property
-    def count(self) -> int:
-        """Answers under way, those that are still being prepared included."""
-        return self._count
+
+class Places:
+    """Places of answers that are being prepared, as a context.
+
+    Its end gives back those that no request of the engine has taken over.
+    """
+
+    def __init__(self, admission: Admission, count: int) -> None:
+        self._admission, self._count = admission, count
+
+    def __enter__(self) -> "Places":
+        """Raises ApiError if so many are not free."""
+        self._admission.enter(self._count)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._admission.leave(self._count)
+
+    def hand_over(self) -> None:
+        """From now on each request gives its place back when it ends."""
+        self._count = 0
 
 
 class Service:
@@ -124,26 +147,40 @@ class Service:
             message = f"The model '{model}' does not exist; this server has '{self.model}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def start(self, job: Job) -> Answer:
+    def places(self, samplings: Sequence[Sampling], prompts: int = 1) -> Places:
+        """Places for answers to ``prompts`` prompts. Whatever takes time waits until they are taken.
+
+        Raises:
+          ApiError: so many answers are never served at once, or none is any more.
+        """
+        if self.engine.closed:
+            raise shutting_down() if self.engine.failure is None else engine_failed()
+        count, limit = prompts * len(samplings), min(self.limits.answers, self.admission.places)
+        if count > limit:
+            asked, param = f"{len(samplings)} answers are asked for (n)", "n"
+            if prompts > 1:
+                asked = f"{prompts} prompts with {len(samplings)} answers each are asked for"
+                param = "prompt"
+            message = f"{asked}; this server takes {limit} answers in one request: send fewer"
+            raise ApiError(400, message, param=param, code="invalid_value")
+        return Places(self.admission, count)
+
+    async def start(self, job: Job, places: Places) -> Answer:
         """Compile what is to be obeyed, read the prompts' tokens, and submit.
+
+        ``places`` have been entered; the answer takes them over.
 
         Raises:
           ApiError: the request cannot be served.
         """
-        if self.engine.closed:
-            raise shutting_down()
         self._check_cache(job.cache)
-        self.admission.enter(job.size)
-        try:
-            grammar = None if job.constraint is None else await self.compile(job.constraint)
-            requests = await anyio.to_thread.run_sync(self._prepare, job, grammar)
-        except BaseException:
-            self.admission.leave(job.size)
-            raise
+        grammar = None if job.constraint is None else await self.compile(job.constraint)
+        requests = await anyio.to_thread.run_sync(self._prepare, job, grammar)
+        places.hand_over()
         try:
             return Answer(self.engine, requests, self._on_end, job.seconds)
         except EngineClosedError as error:
-            raise shutting_down() from error
+            raise failed_generation(error) from error
 
     async def compile(self, constraint: Constraint) -> Grammar:
         """The grammar of a constraint. Waiting for it takes no thread.
@@ -188,8 +225,6 @@ class Service:
 
     def _prepare(self, job: Job, grammar: Grammar | None) -> list[Request]:
         """Everything else that can be refused; runs in a thread."""
-        for sampling in job.samplings[:1]:
-            self._check_prediction(sampling.prediction)
         requests = []
         for prompt in job.prompts:
             tokens = self.tokens(prompt, job.prompt_field, job.tools)
@@ -210,18 +245,6 @@ class Service:
             self.metrics.count(request)
             if request.admitted:
                 self.admission.observe(request.ended - request.admitted)
-
-    def _check_prediction(self, prediction: str | None) -> None:
-        """Raises ApiError if an answer as long as the prediction would not be allowed."""
-        if prediction is None:
-            return
-        tokens = self.engine.tokenizer.encode(prediction, add_special_tokens=False, verbose=False)
-        if len(tokens) > self.limits.completion_tokens:
-            message = (
-                f"prediction has {len(tokens)} tokens and this server writes at most "
-                f"{self.limits.completion_tokens}; shorten it or leave it out"
-            )
-            raise ApiError(400, message, param="prediction", code="invalid_value")
 
     def _check_cache(self, wanted: CacheWanted | None) -> None:
         spec = self.engine.spec

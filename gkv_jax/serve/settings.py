@@ -20,9 +20,13 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 SHORTEST_KEY = 16
 """Characters of the shortest API key that is taken."""
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names by which programs of the same machine know it."""
+
 _SLOTS = 1, 4096
 
 _ORIGIN = re.compile(r"https?://[^/\s@?#]+")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Limits:
       completion_tokens: largest ``max_completion_tokens``.
       default_completion_tokens: ``max_completion_tokens`` of a request that does not say.
       choices: largest ``n``; ``load_settings`` makes it as many as there are slots.
+      answers: prompts times ``n``; fewer if not so many may run and wait.
       request_seconds: how long a request may wait for a slot and run, in total.
       body_seconds: how long headers may take to arrive, and then the body.
       connections: open connections; more get HTTP 503.
@@ -52,6 +57,7 @@ class Limits:
     completion_tokens: int = 32768
     default_completion_tokens: int = 1024
     choices: int = 8
+    answers: int = 64
     request_seconds: int = 600
     body_seconds: int = 30
     connections: int = 512
@@ -179,6 +185,8 @@ class Settings:
         of its path.
       host: address to listen on.
       port: TCP port; 0 takes a free one.
+      hosts: names by which clients may address the server, as they are in the header ``Host`` but without
+        a port; ``*`` is any. If empty: any, but only ``LOOPBACK`` on such an address without keys.
       slots: requests decoded at once; more of them queue.
       loop: which driver runs the decode steps, as in ``Engine``.
       quantize: how weights are rounded when they are loaded, as in ``Engine.from_pretrained``.
@@ -202,6 +210,7 @@ class Settings:
     model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    hosts: tuple[str, ...] = ()
     slots: int = 8
     loop: Loop = "device"
     quantize: Quantization | None = None
@@ -226,6 +235,8 @@ class Settings:
                 f"compilation_cache is {self.compilation_cache!r}; give a folder, or '' for none"
             )
         _check_integer("port", self.port, 0, 65535)
+        _check_hosts(self.hosts)
+        object.__setattr__(self, "hosts", tuple(self.hosts))  # TOML has lists only
         _check_integer("slots", self.slots, *_SLOTS)
         _check_integer("drain_seconds", self.drain_seconds, 0, 86400)
         if self.loop not in get_args(Loop):
@@ -334,6 +345,17 @@ def _keys(source: str, text: str) -> Iterator[str]:
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise UserError(f"{name} is {value!r}; it must be a non-empty string")
+
+
+def _check_hosts(hosts: object) -> None:
+    if not isinstance(hosts, list | tuple):
+        raise UserError(f"hosts is {hosts!r}; write a list of names")
+    for host in hosts:
+        if not isinstance(host, str) or (host != "*" and not _HOST.fullmatch(host)):
+            raise UserError(
+                f"hosts has {host!r}; write a name or an address without scheme, brackets and port, or "
+                "'*' for any"
+            )
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

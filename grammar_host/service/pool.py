@@ -66,7 +66,11 @@ class CompileJob(Future[Any]):
     def exchange(
         self, worker: Worker, deadline: float, timeout_s: float, memory_limit_bytes: int
     ) -> Outcome:
-        """Has a worker do the job."""
+        """Has a worker do the job.
+
+        Raises:
+            LauncherDied: so did the worker, with all others, and no guide is to blame.
+        """
         try:
             send(worker.connection, self._request, deadline)
             reply = receive(worker.connection, deadline)
@@ -74,12 +78,7 @@ class CompileJob(Future[Any]):
             worker.kill()  # before callbacks run, which may take their time
             return from_deadline(self._param, timeout_s)
         except EOFError:
-            try:
-                ending = worker.reap()
-            except LauncherDied:
-                reason = "the compile workers were stopped while the guide was compiled"
-                return Outcome("failed", error=CompileServiceError(reason))
-            return from_ending(ending, self._param, memory_limit_bytes)
+            return from_ending(worker.reap(), self._param, memory_limit_bytes)
         return from_reply(reply, self._param)
 
     def settle(self, outcome: Outcome) -> None:
@@ -107,7 +106,7 @@ class ServiceStats:
         restarts: workers started to replace others.
         queued: jobs that wait now.
         running: jobs that run now.
-        waiting_seconds: sum over the jobs that began.
+        waiting_seconds: sum over the jobs that ended.
         running_seconds: sum over the jobs that ended.
     """
 
@@ -234,16 +233,25 @@ class Pool:
         return None
 
     def run(self, job: CompileJob, worker: Worker) -> bool:
-        """Runs a job that has been taken; whether the worker can be used again."""
+        """Runs a job that has been taken; whether the worker can be used again.
+
+        Raises:
+            LauncherDied: see `CompileJob.exchange`; the job may be run again.
+        """
         started = job.begin()
         with self._lock:
             self._running[job] = started
-            self._waiting_seconds += job.waiting_seconds or 0.0
         limit = self._setup.memory_limit_bytes
-        outcome = job.exchange(worker, started + self._timeout_s, self._timeout_s, limit)
+        try:
+            outcome = job.exchange(worker, started + self._timeout_s, self._timeout_s, limit)
+        except LauncherDied:
+            with self._lock:
+                del self._running[job]
+            raise
         job.running_seconds = time.monotonic() - started
         with self._lock:
             del self._running[job]
+            self._waiting_seconds += job.waiting_seconds or 0.0
             self._running_seconds += job.running_seconds
             self._counts[outcome.kind] += 1
         job.settle(outcome)
@@ -254,6 +262,9 @@ class Pool:
         with self._lock:
             self._running.pop(job, None)
             self._counts["failed"] += 1
+        if isinstance(error, LauncherDied):
+            reason = "the compile workers were stopped while the guide was compiled"
+            error = CompileServiceError(reason)
         if not isinstance(error, CompileServiceError):
             error = CompileServiceError(f"the compile service failed: {error!r}")
         job.set_exception(error.with_traceback(None))
@@ -355,7 +366,10 @@ class _Watcher(threading.Thread):
         if job is None:
             return False
         try:
-            keeps_worker = self._pool.run(job, self._usable_worker())
+            try:
+                keeps_worker = self._pool.run(job, self._usable_worker())
+            except LauncherDied:  # from outside, perhaps before the job came
+                keeps_worker = self._pool.run(job, self._usable_worker())
         except Exception as error:  # whatever it is, whoever waits must not hang
             self._pool.fail(job, error)
             return True

@@ -1,6 +1,8 @@
 """What tests share: loading a model and compiling its loop take longer than most tests."""
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 from gkv_jax import CacheSpec, Engine
 from gkv_jax.models.llama import Llama
 from gkv_jax.weights.registry import LoadedModel, load_model
+from tests.gkv_jax.engines import make_engine
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +38,19 @@ def smollm2_engine(smollm2: LoadedModel, smollm2_params: Any) -> Iterator[Engine
         stop_token_ids=smollm2.config.eos_token_ids,
     ) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Callable[[str], Engine]]:
+    """The engine that tests share (``tests.gkv_jax.engines``) for each kind of loop."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda loop: stack.enter_context(make_engine(loop=loop)))
+
+
+@pytest.fixture(scope="module", params=["device", "host"])
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    """It, with both loops. Whoever uses it leaves it without requests and prefixes."""
+    return engines(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Logit bias and penalties: against an oracle in NumPy, with drafts, and beside rows without any."""
 
 import collections
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,23 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkv_jax import CacheSpec, DraftModel, Engine, Guide, Result, Sampling, ScriptedDrafts
+from gkv_jax import DraftModel, Engine, Guide, Result, Sampling, ScriptedDrafts
 from gkv_jax.bias import LogitBias
 from gkv_jax.bridge import Session
-from gkv_jax.models.llama import Llama
 from gkv_jax.step import bias_of_queries
+from tests.gkv_jax.engines import CONFIG, MODEL, PARAMS, SPEC, TOKENIZER, make_engine
 from tests.gkv_jax.oracle import ListCache
-from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
-CONFIG = text_config()
-MODEL = Llama(CONFIG)
-PARAMS = random_params(CONFIG)
-TOKENIZER = byte_tokenizer()
-SPEC = CacheSpec(sinks=4, window=60, max_drafts=3, prefill_chunk=32)
 V = CONFIG.vocab_size
 PROMPT = "Once upon"
-
-make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, cache=SPEC, slots=3, verify="always")
 
 PENALTIES: list[dict[str, Any]] = [
     {"presence_penalty": 0.5},
@@ -35,12 +26,6 @@ PENALTIES: list[dict[str, Any]] = [
     {"presence_penalty": 0.7, "frequency_penalty": -2.0},  # rewards repetition
     {"logit_bias": {7: 6.0, 80: -100.0, 81: 5.5, 289: 4}, "frequency_penalty": 0.8},
 ]
-
-
-@pytest.fixture(scope="module", params=["device", "host"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with make(loop=request.param) as engine:
-        yield engine
 
 
 def run(engine: Engine, samplings: Sequence[Sampling], **options: Any) -> list[Result]:
@@ -168,10 +153,10 @@ def test_drafts_never_change_the_output(engine: Engine, seed: int) -> None:
 def test_both_drivers_and_a_draft_model_give_the_same() -> None:
     """The draft model guesses without bias; its guesses are only that."""
     samplings = [Sampling(max_tokens=25, temperature=0.8, seed=3, **case) for case in PENALTIES]
-    draft = DraftModel(MODEL, PARAMS, TOKENIZER)
+    draft = DraftModel(MODEL, PARAMS, TOKENIZER, SPEC)
     outputs = []
     for options in ({}, {"loop": "host"}, {"draft": draft}):
-        with make(**options) as engine:
+        with make_engine(**options) as engine:
             results = run(engine, samplings)
         outputs.append(tokens_of(results))
         if "draft" in options:
@@ -212,7 +197,7 @@ def test_the_same_bias_for_all_is_none(engine: Engine) -> None:
 def test_neighbours_have_the_same_bits_and_logprobs_are_the_models_own() -> None:
     plain = Sampling(max_tokens=15, temperature=1.0, seed=8, logprobs=20)
     biased = Sampling(max_tokens=15, seed=2, logit_bias={65: 100}, logprobs=20)
-    with make(head="full") as engine:
+    with make_engine(head="full") as engine:
         (alone,) = run(engine, [plain])
         beside, other = run(engine, [plain, biased])
     assert beside.tokens == alone.tokens
@@ -246,7 +231,7 @@ def test_only_steps_with_a_biased_row_fetch_anything(
 @pytest.mark.parametrize("options", [{}, {"loop": "host"}], ids=["device", "host"])
 def test_asking_compiles_nothing(options: dict[str, Any], compiles: list[str]) -> None:
     # Of a size of its own, so that no other test has compiled for it.
-    with make(**options, slots=2) as engine:
+    with make_engine(**options, slots=2) as engine:
         engine.warm_up()
         compiles.clear()
         for case in ({}, *PENALTIES):

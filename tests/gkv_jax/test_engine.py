@@ -1,15 +1,15 @@
 """The engine and its loop on a random tiny model, with scripted grammars where a real one is not it."""
 
 import dataclasses
-import functools
 import gc
 import itertools
+import logging
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,16 @@ from hypothesis import strategies as st
 
 from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserError
 from gkv_jax.bridge import GrammarTimeout, Session
-from gkv_jax.errors import EngineClosedError
+from gkv_jax.errors import EngineClosedError, EngineFailedError
 from gkv_jax.models.llama import Llama
 from gkv_jax.request import RequestCancelled
 from grammar_host import DeadEndError, GrammarMatcher
 from grammar_host.backends.scripted import Script, ScriptedBackend
-from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
+from tests.gkv_jax.engines import CONFIG, MODEL, PARAMS, SPEC, TOKENIZER, make_engine
+from tests.gkv_jax.tiny import STOP, random_params, text_config
 
 ROOT = Path(__file__).parent.parent.parent
-CONFIG = text_config()
-MODEL = Llama(CONFIG)
-PARAMS = random_params(CONFIG)
-TOKENIZER = byte_tokenizer()
-SPEC = CacheSpec(sinks=4, window=20, max_drafts=3, prefill_chunk=32)
 LONG = "A long prompt, longer than the window, so that prefill and ring have to turn around. " * 2
-
-make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, cache=SPEC, slots=4, verify="always")
-
-
-@pytest.fixture(scope="module", params=["device", "host"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with make(loop=request.param) as engine:
-        yield engine
 
 
 def tokens(text: str) -> list[int]:
@@ -62,13 +50,12 @@ WORK: list[tuple[str, Guide | None, Sampling]] = [
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[tuple[tuple[int, ...], str, str]]:
-    """Each request of ``WORK`` in an engine of one slot with nobody beside it."""
+def alone(engines: Callable[[str], Engine]) -> list[tuple[tuple[int, ...], str, str]]:
+    """Each request of ``WORK`` with nobody beside it."""
     out = []
-    with make(slots=1) as engine:
-        for prompt, guide, sampling in WORK:
-            (result,) = engine.generate(prompt, guide=guide, sampling=sampling)
-            out.append((result.tokens, result.text, result.finish_reason))
+    for prompt, guide, sampling in WORK:
+        (result,) = engines("host").generate(prompt, guide=guide, sampling=sampling)
+        out.append((result.tokens, result.text, result.finish_reason))
     return out
 
 
@@ -172,7 +159,7 @@ def test_nothing_compiles_and_nothing_leaks_after_warm_up(
 
 def test_new_weights_are_used_and_others_refused() -> None:
     other = random_params(CONFIG, seed=1)
-    with make() as engine, Engine(MODEL, other, TOKENIZER, cache=SPEC, slots=4) as reference:
+    with make_engine() as engine, Engine(MODEL, other, TOKENIZER, cache=SPEC, slots=4) as reference:
         before = engine.generate("Once")[0].tokens
         engine.update_params(other)
         after = engine.generate("Once")[0].tokens
@@ -185,7 +172,7 @@ def test_new_weights_are_used_and_others_refused() -> None:
 
 
 def scripted(script: Script, **options: Any) -> Engine:
-    return make(backend=ScriptedBackend(script), **options)
+    return make_engine(backend=ScriptedBackend(script), **options)
 
 
 @pytest.mark.parametrize("loop", ["device", "host"])
@@ -230,14 +217,14 @@ def test_a_fill_that_never_comes_back_fails_its_requests_and_not_the_engine() ->
 def test_a_failing_device_program_fails_its_requests_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with make() as engine:
+    with make_engine() as engine:
         expected = engine.generate("Once", sampling=Sampling(max_tokens=5))[0].tokens
 
         def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr("gkv_jax.engine.device_loop", broken)
+            patch.setattr("gkv_jax.scheduler.device_loop", broken)
             (result,) = engine.generate("Once")
             assert result.finish_reason == "error"
             assert "out of memory" in str(result.error)
@@ -285,24 +272,72 @@ def test_a_sink_that_raises_has_left(engine: Engine, alone: list[Any]) -> None:
 
 
 def test_an_engine_that_cannot_get_a_cache_again_leaves_nobody_waiting(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make()
+    engine = make_engine()
     all_wait = threading.Event()
 
     def broken(*_: Any, **__: Any) -> None:
         all_wait.wait()
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("gkv_jax.engine.device_loop", broken)
-    monkeypatch.setattr("gkv_jax.engine.init_cache", broken)
+    monkeypatch.setattr("gkv_jax.scheduler.device_loop", broken)
+    monkeypatch.setattr("gkv_jax.scheduler.init_cache", broken)
     requests = [engine.prepare("a") for _ in range(6)]
     for request in requests:
         engine.submit(request)
+    assert engine.failure is None
     all_wait.set()
-    assert all("out of memory" in str(request.result().error) for request in requests)
-    with pytest.raises(EngineClosedError):
+    errors = [request.result().error for request in requests]
+    assert all("out of memory" in str(error) for error in errors)
+    assert isinstance(errors[-1], EngineFailedError)
+    assert isinstance(engine.failure, RuntimeError)
+    assert engine.closed
+    assert (engine.active, engine.queued) == (0, 0)
+    with pytest.raises(EngineFailedError, match=r"has failed \(RuntimeError: out of memory\)"):
         engine.generate("a")
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("gkv_jax", "CRITICAL")
+    assert record.exc_info is not None
+    assert record.exc_info[1] is engine.failure
+    engine.close()
+
+
+def _end_thread(*_: Any) -> None:
+    raise SystemExit
+
+
+def test_whatever_ends_the_engine_thread_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error of the scheduler itself, while a request decodes and another is read."""
+    engine = make_engine()
+    running = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=100_000))
+    engine.submit(running)
+    next(running.pieces())
+
+    monkeypatch.setattr("gkv_jax.scheduler.Scheduler._go_on", _end_thread)
+    reading = engine.prepare("a")
+    engine.submit(reading)
+    assert isinstance(reading.result().error, EngineFailedError)
+    assert isinstance(running.result().error, EngineFailedError)
+    assert isinstance(engine.failure, SystemExit)
+
+
+def test_a_request_that_is_refused_was_not_submitted() -> None:
+    engine = make_engine()
+    request = engine.prepare("a", sampling=Sampling(max_tokens=2))
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.submit(request)
+    assert request.submitted == 0.0
+    with make_engine() as other:
+        other.submit(request)
+        assert request.result().error is None
+        submitted = request.submitted
+        with pytest.raises(UserError, match="submitted before"):
+            other.submit(request)
+    assert request.submitted == submitted
 
 
 def test_bad_requests_are_results_not_exceptions(engine: Engine, alone: list[Any]) -> None:
@@ -338,14 +373,14 @@ def test_options_that_cannot_be_served_are_refused_at_once() -> None:
         ({"cache": CacheSpec(window=1020)}, "smaller window"),
     ):
         with pytest.raises(UserError, match=said):
-            make(**options)
+            make_engine(**options)
 
 
 def test_an_impossible_cache_limit_is_an_error_of_guided_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XGRAMMAR_CACHE_LIMIT_GB", "1GB")
-    with make() as engine:
+    with make_engine() as engine:
         free, guided = engine.generate(["x", "x"], guide=[None, Guide.json()])
     assert free.error is None
     assert "XGRAMMAR_CACHE_LIMIT_GB" in str(guided.error)
@@ -457,7 +492,7 @@ def test_max_tokens_counts_exactly_even_with_drafts(engine: Engine) -> None:
 
 def test_a_full_cache_ends_a_request_and_refuses_a_prompt_too_long() -> None:
     spec = CacheSpec.full(24, max_drafts=2)
-    with make(cache=spec, slots=2) as engine:
+    with make_engine(cache=spec, loop="host") as engine:
         guide = Guide.regex("[a-z]*X")
         (result,) = engine.generate("0123456789", guide=guide, sampling=Sampling(max_tokens=99))
         # 24 positions hold the prompt and all but the last token, which no later one attends to.
@@ -480,10 +515,10 @@ def test_a_prompt_beyond_the_trained_length_needs_a_policy_that_streams() -> Non
         CacheSpec(policy="snapkv", sinks=4, kept=8, window=20),
         CacheSpec.full(2 * MODEL.max_positions),
     ):
-        with make(cache=spec, slots=1) as engine:
+        with make_engine(cache=spec) as engine:
             (refused,) = engine.generate(prompt)
             assert "policy 'window'" in str(refused.error)
-    with make(slots=1) as engine:
+    with make_engine() as engine:
         assert engine.generate(prompt, sampling=Sampling(max_tokens=2))[0].error is None
 
 
@@ -498,12 +533,11 @@ def test_cache_bytes_do_not_grow(engine: Engine) -> None:
 def test_snapkv_serves_short_and_long_prompts_in_one_batch() -> None:
     spec = CacheSpec(policy="snapkv", sinks=2, kept=10, window=12, max_drafts=2, observe=4)
     prompts = ["a", "short one", LONG, LONG[:25], LONG[3:140]]
-    with make(cache=spec, slots=2) as batch, make(cache=spec, slots=1) as single:
-        together = batch.generate(prompts, sampling=Sampling(max_tokens=30))
+    with make_engine(cache=spec) as engine:
+        together = engine.generate(prompts, sampling=Sampling(max_tokens=30))
         for prompt, result in zip(prompts, together, strict=True):
-            assert (
-                result.tokens == single.generate(prompt, sampling=Sampling(max_tokens=30))[0].tokens
-            )
+            (alone,) = engine.generate(prompt, sampling=Sampling(max_tokens=30))
+            assert result.tokens == alone.tokens
 
 
 # The fill runs beside the forward pass ---------------------------------------------------------------
@@ -557,7 +591,7 @@ def test_masks_are_filled_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_warm_up_leaves_nothing_to_compile(compiles: list[str]) -> None:
-    with make(cache=CacheSpec(sinks=3, window=19, prefill_chunk=128)) as engine:
+    with make_engine(cache=CacheSpec(sinks=3, window=19, prefill_chunk=128)) as engine:
         engine.warm_up()
         compiles.clear()
         for length in (1, 2, 33, 34, 64, 100, 128, 129, 130, 300):
@@ -574,7 +608,7 @@ def test_warm_up_leaves_nothing_to_compile(compiles: list[str]) -> None:
 
 
 def test_a_closed_engine_says_so() -> None:
-    engine = make()
+    engine = make_engine()
     running = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=100_000))
     engine.submit(running)
     next(running.pieces())
@@ -587,7 +621,7 @@ def test_a_closed_engine_says_so() -> None:
 def test_no_request_is_lost_between_submit_and_close() -> None:
     """Threads submit while the engine closes: each request ends, or its submission is refused."""
     for _ in range(5):
-        engine = make()
+        engine = make_engine()
         ends: list[str] = []
 
         def work(engine: Engine = engine, ends: list[str] = ends) -> None:
@@ -606,16 +640,35 @@ def test_no_request_is_lost_between_submit_and_close() -> None:
         assert len(ends) == 6
 
 
-def test_an_engine_that_nobody_holds_is_freed() -> None:
-    engine = make()
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_an_engine_that_nobody_holds_is_freed(
+    has_failed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Or pytest holds it, by the traceback.
+    caplog.set_level(logging.CRITICAL + 1, logger="gkv_jax")
+    engine = make_engine()
     engine.generate("x", sampling=Sampling(max_tokens=2))
-    gone = weakref.ref(engine)
+    if has_failed:
+        monkeypatch.setattr("gkv_jax.scheduler.Scheduler._go_on", _end_thread)
+        assert engine.generate("x")[0].finish_reason == "error"
+    gone = [weakref.ref(engine), weakref.ref(engine._scheduler)]
     del engine
     deadline = time.monotonic() + 10
-    while gone() is not None and time.monotonic() < deadline:
+    while any(ref() for ref in gone) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_what_is_running_outlives_the_engine_that_nobody_holds() -> None:
+    engine = make_engine()
+    stream = engine.stream("x", guide=Guide.regex("[a-z]{30}"))
+    gone = weakref.ref(engine)
+    next(stream)
+    del engine
+    gc.collect()
     assert gone() is None
+    assert len("".join(piece.text for piece in stream)) == 29
 
 
 @pytest.mark.parametrize("stuck", [False, True])
@@ -625,7 +678,7 @@ def test_the_interpreter_ends_with_work_in_flight(stuck: bool) -> None:
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import tests.conftest
 from tests.gkv_jax.test_engine import *
-engine = make(watchdog_s=0.2)
+engine = make_engine(watchdog_s=0.2)
 request = engine.prepare("go", Guide.regex("[a-z]*x"), Sampling(max_tokens=10**6))
 if {stuck}:
     GrammarMatcher.fill_next_token_bitmask = lambda *_: time.sleep(3600)

@@ -1,8 +1,6 @@
 """What a request may be made of, and what it tells about itself on the way."""
 
-import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,24 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkv_jax import CacheSpec, Engine, Guide, Sampling, ScriptedDrafts, UserError
-from gkv_jax.models.llama import Llama
 from gkv_jax.request import Request, TokenTrace
-from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
-
-CONFIG = text_config()
-MODEL = Llama(CONFIG)
-PARAMS = random_params(CONFIG)
-TOKENIZER = byte_tokenizer()
-SPEC = CacheSpec(sinks=4, window=20, max_drafts=3, prefill_chunk=64)
-
-make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, cache=SPEC, slots=4, verify="always")
-
-
-@pytest.fixture(scope="module", params=["device", "host"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with make(loop=request.param) as engine:
-        yield engine
-
+from tests.gkv_jax.engines import MODEL, PARAMS, SPEC, TOKENIZER, make_engine
+from tests.gkv_jax.tiny import STOP, byte_tokenizer
 
 # Prompts ------------------------------------------------------------------------------------------
 
@@ -92,7 +75,7 @@ def test_requests_may_share_a_compiled_grammar(engine: Engine) -> None:
 
 
 def test_gauges_of_the_engine() -> None:
-    with make() as engine:
+    with make_engine() as engine:
         assert (engine.queued, engine.active, engine.closed) == (0, 0, False)
         (result,) = engine.generate("x", sampling=Sampling(max_tokens=1))
         assert engine.cache_bytes == result.stats["cache_bytes"]
@@ -126,7 +109,7 @@ EVICTING = {
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_evicted_tokens_are_those_that_a_report_misses(name: str) -> None:
-    with make(cache=EVICTING[name]) as engine:
+    with make_engine(cache=EVICTING[name]) as engine:
         lengths = [(1, 3), (20, 1), (26, 30), (27, 9), (28, 2), (60, 33)]
         results = engine.generate(
             ["x" * prompt for prompt, _ in lengths],
@@ -201,7 +184,7 @@ def test_a_trace_does_not_depend_on_drafts_but_for_its_sources(
 
 
 def test_parts_of_characters_and_special_tokens_have_a_text() -> None:
-    with make() as engine:
+    with make_engine() as engine:
         _, trace = traced(engine, "x", Guide.choice(["é!"]), Sampling())
         assert [entry.text for entry in trace] == ["\ufffd", "\ufffd", "!"]
         assert engine.prepare("x").text_stream.alone(STOP) == "<stop>"

@@ -1,9 +1,8 @@
 """Who is served when: prompts are read between steps, in order, and nobody stands still for long."""
 
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,34 +13,20 @@ from gkv_jax import CacheSpec, DraftModel, Engine, Guide, Sampling
 from gkv_jax.bridge import Session
 from gkv_jax.cache import Cache, init_cache
 from gkv_jax.decode import device_loop
-from gkv_jax.models.llama import Llama
 from gkv_jax.prefill import prefill_chunk, read_prompt, reading
 from gkv_jax.request import Request, RequestCancelled
 from gkv_jax.sampling import greedy_rows
 from gkv_jax.text import TextStream
-from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
+from tests.gkv_jax.engines import MODEL, PARAMS, SPEC, TOKENIZER, make_engine
 
-CONFIG = text_config()
-MODEL = Llama(CONFIG)
-PARAMS = random_params(CONFIG)
-TOKENIZER = byte_tokenizer()
-SPEC = CacheSpec(sinks=4, window=20, max_drafts=3, prefill_chunk=64)
 LONG = "A prompt of many chunks, which the others that decode need not wait for. " * 4
 SAMPLING = Sampling(max_tokens=12)
-
-make = functools.partial(Engine, MODEL, PARAMS, TOKENIZER, cache=SPEC, slots=4, verify="always")
-
-
-@pytest.fixture(scope="module", params=["device", "host"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with make(loop=request.param) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[int, ...]:
     """What follows ``LONG`` where nobody else is served."""
-    with make() as engine:
+    with make_engine() as engine:
         return engine.generate(LONG, sampling=SAMPLING)[0].tokens
 
 
@@ -108,12 +93,12 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_steps_of_others_write_nothing_into_the_row_that_is_read(name: str) -> None:
     spec, tokens = POLICIES[name], TOKENIZER.encode(LONG)
-    cache = init_cache(spec, MODEL, 2, np.dtype(np.float32))
+    cache = init_cache(spec, MODEL, 4, np.dtype(np.float32))
     cache = read_prompt(PARAMS, cache, tokens[:40], 0, model=MODEL, spec=spec)
     calls = list(reading(PARAMS, tokens[:70], 1, model=MODEL, spec=spec))
     for call in calls[: len(calls) // 2]:
         cache = call.run(cache)
-    session = Session(spec, 2, MODEL.vocab_size)
+    session = Session(spec, 4, MODEL.vocab_size)
     request = Request(
         tuple(tokens[:41]), Sampling(max_tokens=20), frozenset(), TextStream(TOKENIZER)
     )
@@ -128,10 +113,11 @@ def test_steps_of_others_write_nothing_into_the_row_that_is_read(name: str) -> N
         cache,
         session.inputs(),
         session.positions(),
-        greedy_rows(2),
+        greedy_rows(4),
         np.int32(session.handle),
         model=MODEL,
         spec=spec,
+        head="masked",
     )
     after = rows(cache)
     assert len(request.result().tokens) == 20
@@ -167,11 +153,11 @@ def test_short_prompts_that_fit_into_a_chunk_are_read_in_one_turn(
     """Two of 32 tokens, padding included, take no longer than a chunk of 64."""
     neighbour = start_endless(engine)
     first, *shorts = (engine.prepare(p, sampling=SAMPLING) for p in (LONG[:65], "ab", "cd"))
-    engine._inbox.next_turn = float("inf")  # they come all before the next turn
+    engine._scheduler.inbox.next_turn = float("inf")  # they come all before the next turn
     for request in (first, *shorts):
         engine.submit(request)
     events.clear()
-    engine._inbox.next_turn = 0.0
+    engine._scheduler.inbox.next_turn = 0.0
     assert all(request.result().error is None for request in (first, *shorts))
     end(neighbour)
     chunks = [at for at, event in enumerate(events) if event == "chunk"]
@@ -181,7 +167,7 @@ def test_short_prompts_that_fit_into_a_chunk_are_read_in_one_turn(
 
 def test_a_draft_model_reads_between_steps_too(alone: tuple[int, ...], events: list[str]) -> None:
     draft = DraftModel(MODEL, PARAMS, TOKENIZER, SPEC)
-    with make(draft=draft) as engine:
+    with make_engine(draft=draft) as engine:
         neighbour = start_endless(engine)
         events.clear()
         (result,) = engine.generate(LONG, sampling=SAMPLING)
@@ -199,6 +185,7 @@ def test_a_prefix_is_read_and_shared_beside_others(engine: Engine, alone: tuple[
     (result,) = engine.generate(LONG, sampling=SAMPLING)
     assert neighbour.finish_reason is None
     end(neighbour)
+    engine.update_params(PARAMS)  # forgets it
     assert result.stats["prefix_tokens"] == length
     assert result.tokens == alone
 
@@ -257,7 +244,7 @@ def test_a_cancelled_request_is_gone_within_two_steps(
         if state == "waiting":
             return engine.queued == 1
         if state == "reading":
-            return engine._inbox.reading is not None
+            return engine._scheduler.inbox.reading is not None
         return bool(victim.tokens)
 
     def react(step: int) -> None:
@@ -283,7 +270,7 @@ def test_a_prompt_whose_reading_was_cancelled_leaves_a_clean_row(
 ) -> None:
     neighbours = [start_endless(engine) for _ in range(2)]
     victim = engine.prepare(LONG[::-1])
-    on_step(monkeypatch, lambda _: victim.cancel() if engine._inbox.reading else None)
+    on_step(monkeypatch, lambda _: victim.cancel() if engine._scheduler.inbox.reading else None)
     engine.submit(victim)
     assert isinstance(victim.result().error, RequestCancelled)
     monkeypatch.undo()
@@ -292,11 +279,11 @@ def test_a_prompt_whose_reading_was_cancelled_leaves_a_clean_row(
 
 
 def test_closing_ends_what_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make() as engine:
+    with make_engine() as engine:
         start_endless(engine)
         request = engine.prepare(LONG)
         is_read = threading.Event()
-        on_step(monkeypatch, lambda _: is_read.set() if engine._inbox.reading else None)
+        on_step(monkeypatch, lambda _: is_read.set() if engine._scheduler.inbox.reading else None)
         engine.submit(request)
         is_read.wait()
     error = request.result().error

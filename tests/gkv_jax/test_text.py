@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
-from gkv_jax.text import TextStream
+from gkv_jax.text import TextStream, token_text
 from tests.gkv_jax.tiny import STOP, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -52,3 +53,17 @@ def test_special_tokens_have_no_text(at: int) -> None:
     tokens.insert(at, STOP)
     out = TextStream(TOKENIZER)
     assert "".join([*[out.push(t) for t in tokens], out.flush()]) == "ab"
+
+
+def test_a_token_by_itself_is_what_it_adds_to_a_text() -> None:
+    """Also where the decoder takes the space from the first word of a text."""
+    words = Tokenizer(models.WordLevel({"\u2581hello": 0, "\u2581world": 1}, unk_token=None))
+    words.decoder = decoders.Metaspace()
+    assert words.decode([0, 1]) == "hello world"
+    assert [token_text(words, token) for token in (0, 1)] == [" hello", " world"]
+
+
+def test_parts_of_characters_and_special_tokens_by_themselves() -> None:
+    first, *_, last = (token_text(TOKENIZER.backend_tokenizer, t) for t in TOKENIZER.encode("x🦜"))
+    assert (first, last) == ("x", "\ufffd")
+    assert token_text(TOKENIZER.backend_tokenizer, STOP) == "<stop>"

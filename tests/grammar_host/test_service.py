@@ -430,16 +430,34 @@ class TestLifeCycle:
             wait_until(lambda: not is_running(state["worker"]))
             assert call(service, "describe")[victim] != state[victim]
 
-    def test_a_zygote_killed_under_a_job(self):
-        with new_service() as service:
+    def test_a_job_outlives_its_zygote_once(self):
+        with new_service(workers=2) as service:
             state = call(service, "describe")
-            job = service.submit("sleep", LONG, param="regex")
-            wait_until(lambda: service.stats().running == 1)
+            jobs = [service.submit("sleep", 0.5, param="regex") for _ in range(2)]
+            wait_until(lambda: service.stats().running == 2)
             os.kill(state["made_in"], signal.SIGKILL)
+            assert [job.result(LONG) for job in jobs] == [None, None]
+            assert not is_running(state["worker"])
+            stats = service.stats()
+            assert (stats.jobs, stats.succeeded, stats.failed, stats.queued) == (3, 3, 0, 0)
+
+    def test_a_job_does_not_outlive_its_zygote_twice(self):
+        before = children()
+        with new_service() as service:
+            call(service, "echo", 1)
+            job = service.submit("sleep", LONG, param="regex")
+            killed: set[int] = set()
+            for _ in range(2):
+                wait_until(lambda: service.stats().running == 1 and children() - before - killed)
+                (zygote,) = children() - before - killed
+                os.kill(zygote, signal.SIGKILL)
+                killed.add(zygote)
+                wait_until(lambda: job.done() or service.stats().running == 0)
             with pytest.raises(CompileServiceError, match="stopped"):
                 job.result(LONG)
-            wait_until(lambda: not is_running(state["worker"]))
             assert call(service, "echo", 1) == 1
+            stats = service.stats()
+            assert (stats.jobs, stats.succeeded, stats.failed, stats.queued) == (3, 2, 1, 0)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_signals_to_the_whole_group_are_the_parents_business(self, service, number):

@@ -1,9 +1,16 @@
 """What all request bodies have in common."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gkv_jax.serve.protocol.unserved import Unserved
@@ -30,8 +37,12 @@ class Strict(BaseModel):
 def _check_text(text: str) -> str:
     if "\0" in text:
         raise ValueError("it contains a NUL character; remove it")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("it contains a lone surrogate, which UTF-8 cannot write; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "it contains a lone surrogate, which UTF-8 cannot write; remove it"
+        ) from None
     return text
 
 
@@ -39,32 +50,39 @@ Text = Annotated[str, AfterValidator(_check_text)]
 
 
 class TextPart(Strict):
-    """A part of a content that is a list. Responses call theirs ``input_text`` and ``output_text``."""
+    """A part of a text: ``text`` of Chat Completions; ``input_text`` of Responses' client, or its
+    ``output_text`` of an answer that is sent back.
 
-    type: str
+    ``annotations`` and ``logprobs`` of an answer are not read.
+    """
+
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
-def _join_parts(content: Any) -> Any:
+_PARTS = TypeAdapter(list[TextPart])
+
+
+def _joined(content: Any) -> Any:
     """Text parts as one text, a line break between them; chat templates take plain text."""
     if not isinstance(content, list):
         return content
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
-            raise ValueError(f"part {index} is no text; only parts of type 'text' are served")
-        known = {"type", "text"} | ({"annotations", "logprobs"} & _empty_fields(part))
-        if part.keys() != known or not isinstance(part["text"], str):
-            raise ValueError(f"part {index} must hold a string 'text' and nothing besides 'type'")
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part.text for part in _PARTS.validate_python(content))
 
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
-
-
-def _empty_fields(part: Mapping[str, Any]) -> set[str]:
-    """Fields that an answer has and that say nothing, for clients that send one back."""
-    return {name for name, value in part.items() if value in (None, [])}
-
-
-Content = Annotated[Text, BeforeValidator(_join_parts, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[Text, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
 """A text, or a list of text parts."""
+
+
+def only(*kinds: type, expected: str) -> BeforeValidator:
+    """Goes before a union of ``kinds``, whose own errors name its members as if they were fields."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            context = {"expected": expected}
+            raise PydanticCustomError("union_type", "Input should be {expected}", context)
+        return value
+
+    return BeforeValidator(check)

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from gkv_jax.sampling import Sampling
 from gkv_jax.serve.errors import ApiError
@@ -13,7 +14,36 @@ from gkv_jax.serve.protocol.unserved import UNSERVED_IN_COMPLETIONS
 from gkv_jax.serve.settings import Limits
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Prompts = Text | TokenIds | Annotated[list[Text] | list[TokenIds], Field(min_length=1)]
+
+_STRICT = ConfigDict(strict=True)
+_TOKEN_IDS = TypeAdapter(TokenIds, config=_STRICT)
+_TEXT = TypeAdapter(Text, config=_STRICT)
+_TEXTS = TypeAdapter(list[Text], config=_STRICT)
+_LISTS = TypeAdapter(list[TokenIds], config=_STRICT)
+
+
+def _prompts(value: Any) -> Any:
+    """One kind or another; a union's errors would name its members as if they were fields."""
+    if isinstance(value, str):
+        return _TEXT.validate_python(value)
+    if not isinstance(value, list):
+        message = "Input should be a text, token ids, or a list of either"
+        raise PydanticCustomError("union_type", message)
+    first = next(iter(value), None)
+    if isinstance(first, str):
+        return _TEXTS.validate_python(value)
+    return (_LISTS if isinstance(first, list) else _TOKEN_IDS).validate_python(value)
+
+
+Prompts = Annotated[
+    str | list[Any],
+    PlainValidator(
+        _prompts,
+        json_schema_input_type=Text
+        | TokenIds
+        | Annotated[list[Text] | list[TokenIds], Field(min_length=1)],
+    ),
+]
 
 
 class CompletionRequest(Strict, Sampled, Constrained):

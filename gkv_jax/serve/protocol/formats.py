@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from gkv_jax.serve.errors import ApiError, invalid_guide
-from gkv_jax.serve.protocol.base import Strict, Text
+from gkv_jax.serve.protocol.base import Strict, Text, only
 from grammar_host import Guide, GuideError
 from grammar_host.guide import DEFAULT_MAX_WHITESPACE
 
@@ -135,21 +135,24 @@ def _own_name(backend: Any) -> Any:
 BackendName = Annotated[str, BeforeValidator(_own_name)]
 """A grammar engine; vLLM's word for LLGuidance is ``guidance``."""
 
+Schema = Annotated[
+    dict[str, Any] | bool | str, only(dict, bool, str, expected="a JSON Schema, or its text")
+]
+Tag = Annotated[dict[str, Any] | str, only(dict, str, expected="an object, or its text")]
+
 _KINDS = ("json", "regex", "choice", "grammar", "lark", "json_object", "structural_tag")
 
 
 class StructuredOutputs(Strict):
     """vLLM's ``structured_outputs``: exactly one language, and options."""
 
-    json_: dict[str, Any] | bool | str | None = Field(
-        None, alias="json", description="a JSON Schema, or its text"
-    )
+    json_: Schema | None = Field(None, alias="json", description="a JSON Schema, or its text")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = Field(None, description="GBNF, llama.cpp's EBNF; see lark")
     lark: str | None = None
     json_object: Literal[True] | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    structural_tag: Tag | None = None
     backend: BackendName | None = Field(None, description="auto, llguidance, xgrammar or outlines")
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
@@ -212,7 +215,7 @@ class Constrained(BaseModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="structured_outputs.json")
+    guided_json: Schema | None = Field(None, description="structured_outputs.json")
     guided_regex: str | None = Field(None, description="structured_outputs.regex")
     guided_choice: list[str] | None = Field(None, description="structured_outputs.choice")
     guided_grammar: str | None = Field(None, description="structured_outputs.grammar")

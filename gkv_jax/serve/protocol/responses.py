@@ -10,22 +10,21 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    TypeAdapter,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from gkv_jax.sampling import Sampling
 from gkv_jax.serve.errors import ApiError, invalid_guide
-from gkv_jax.serve.protocol.base import Strict, Text
+from gkv_jax.serve.protocol.base import Content, Strict, Text
 from gkv_jax.serve.protocol.formats import Constrained, Constraint
 from gkv_jax.serve.protocol.sampling import Sampled, checked_logprobs, checked_max_tokens
-from gkv_jax.serve.protocol.unserved import UNSERVED_IN_CHATS, Unserved
+from gkv_jax.serve.protocol.unserved import LEAVE_OUT, UNSERVED_IN_CHATS, Unserved
 from gkv_jax.serve.settings import Limits
 from gkv_jax.serve.tools import FunctionCall, FunctionDefinition, refuse_other_tools
+from gkv_jax.serve.tools.types import Mode
 from grammar_host import Guide, GuideError
 
-_LEAVE_OUT = "leave it out"
 _SEND_AGAIN = "nothing is stored; send the items of the conversation again, as 'input'"
 
 UNSERVED_IN_RESPONSES: Mapping[str, Unserved] = {
@@ -45,8 +44,8 @@ UNSERVED_IN_RESPONSES: Mapping[str, Unserved] = {
     ),
     "reasoning_effort": Unserved("leave it out; max_output_tokens bounds the answer"),
     "max_tool_calls": Unserved("it is for calls that a server runs; this one runs none"),
-    "prompt_cache_options": Unserved(_LEAVE_OUT, neutral=({},)),
-    "access_programs": Unserved(_LEAVE_OUT, neutral=({},)),
+    "prompt_cache_options": Unserved(LEAVE_OUT, neutral=({},)),
+    "access_programs": Unserved(LEAVE_OUT, neutral=({},)),
     "image": Unserved("text is what there is", neutral=({},)),
     "stream_options": Unserved(
         "events are sent as they are, and the last one has the usage",
@@ -67,9 +66,9 @@ UNSERVED_IN_RESPONSES: Mapping[str, Unserved] = {
 }
 
 _OF_OTHERS: Mapping[str, Unserved] = {
-    "caller": Unserved(_LEAVE_OUT, neutral=({"type": "direct"},)),
+    "caller": Unserved(LEAVE_OUT, neutral=({"type": "direct"},)),
     "namespace": Unserved("give the function itself a longer name"),
-    "async": Unserved(_LEAVE_OUT, neutral=(False,)),
+    "async": Unserved(LEAVE_OUT, neutral=(False,)),
 }
 
 _WAY_OUT_OF_ITEMS: Mapping[str, str] = {
@@ -83,32 +82,6 @@ Status = Literal["in_progress", "completed", "incomplete"]
 # Items of the input -------------------------------------------------------------------------------
 
 
-class InputPart(Strict):
-    """A part of a text: ``input_text`` of the client, or ``output_text`` of an answer that is sent back.
-
-    ``annotations`` and ``logprobs`` of an answer are not read.
-    """
-
-    type: Literal["input_text", "output_text", "text"]
-    text: Text
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-_PARTS = TypeAdapter(list[InputPart])
-
-
-def _joined(content: Any) -> Any:
-    """Parts as one text, a line break between them, as for chat completions."""
-    if not isinstance(content, list):
-        return content
-    return "\n".join(part.text for part in _PARTS.validate_python(content))
-
-
-Parts = Annotated[Text, BeforeValidator(_joined, json_schema_input_type=str | list[InputPart])]
-"""A text, or a list of its parts."""
-
-
 class MessageItem(Strict):
     """What somebody said. ``id`` and ``status`` are those of an answer that is sent back."""
 
@@ -116,7 +89,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Parts
+    content: Content
     id: str | None = None
     status: Status | None = None
 
@@ -141,7 +114,7 @@ class FunctionCallOutputItem(Strict):
 
     type: Literal["function_call_output"]
     call_id: Text = Field(min_length=1)
-    output: Parts
+    output: Content
     id: str | None = None
     status: Status | None = None
 
@@ -263,14 +236,11 @@ class FunctionTool(FunctionDefinition):
         }
 
 
-class ToolName(Strict):
+class FunctionReference(Strict):
     """Which of the tools."""
 
     type: Literal["function"]
     name: str
-
-
-Mode = Literal["none", "auto", "required"]
 
 
 class ChoiceObject(Strict):
@@ -279,7 +249,7 @@ class ChoiceObject(Strict):
     type: Literal["function", "allowed_tools"]
     name: str | None = Field(None, description="of the function")
     mode: Literal["auto", "required"] | None = Field(None, description="of allowed_tools")
-    tools: Annotated[list[ToolName], Field(min_length=1)] | None = Field(
+    tools: Annotated[list[FunctionReference], Field(min_length=1)] | None = Field(
         None, description="of allowed_tools"
     )
 

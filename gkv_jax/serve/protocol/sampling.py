@@ -60,7 +60,7 @@ class Sampled(BaseModel):
         None, ge=0, le=MAX_TEMPERATURE, description="0 is greedy; default 1"
     )
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="0 keeps all tokens")
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -120,7 +120,7 @@ class Sampled(BaseModel):
                 Sampling(
                     max_tokens=max_tokens,
                     temperature=1.0 if self.temperature is None else self.temperature,
-                    top_k=self.top_k or 0,
+                    top_k=max(0, self.top_k or 0),
                     top_p=1.0 if self.top_p is None else self.top_p,
                     min_p=self.min_p or 0.0,
                     presence_penalty=self.presence_penalty or 0.0,

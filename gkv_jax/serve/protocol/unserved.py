@@ -31,7 +31,7 @@ class Unserved:
         return f"'{field}'{neutral} is not served: {self.way_out}"
 
 
-_LEAVE_OUT = "leave it out"
+LEAVE_OUT = "leave it out"
 _TEXT = "text is what there is"
 
 _IN_BOTH: Mapping[str, Unserved] = {
@@ -41,12 +41,12 @@ _IN_BOTH: Mapping[str, Unserved] = {
     "ignore_eos": Unserved("ask for minLength or minItems in a schema", neutral=(False,)),
     "stop_token_ids": Unserved("use stop, with texts", neutral=([],)),
     "bad_words": Unserved("use logit_bias, or a schema with a pattern", neutral=([],)),
-    "use_beam_search": Unserved(_LEAVE_OUT, neutral=(False,)),
+    "use_beam_search": Unserved(LEAVE_OUT, neutral=(False,)),
     "skip_special_tokens": Unserved("special tokens have no text here", neutral=(True,)),
     "spaces_between_special_tokens": Unserved("special tokens have no text", neutral=(True,)),
     "include_stop_str_in_output": Unserved("add the stop text yourself", neutral=(False,)),
     "truncate_prompt_tokens": Unserved("shorten the prompt yourself"),
-    "prompt_logprobs": Unserved(_LEAVE_OUT),
+    "prompt_logprobs": Unserved(LEAVE_OUT),
     "priority": Unserved("requests are served in their order", neutral=(0,)),
     "echo": Unserved("put the prompt before the answer yourself", neutral=(False,)),
 }
@@ -59,13 +59,13 @@ UNSERVED_IN_CHATS: Mapping[str, Unserved] = {
     "audio": Unserved(_TEXT),
     "reasoning_effort": Unserved("leave it out; max_completion_tokens bounds the answer"),
     "verbosity": Unserved("say in a message how long the answer shall be"),
-    "service_tier": Unserved(_LEAVE_OUT, neutral=("auto", "default")),
+    "service_tier": Unserved(LEAVE_OUT, neutral=("auto", "default")),
     "store": Unserved("nothing is stored; leave it out", neutral=(False,)),
-    "moderation": Unserved(_LEAVE_OUT),
-    "prompt_cache_retention": Unserved(_LEAVE_OUT),
+    "moderation": Unserved(LEAVE_OUT),
+    "prompt_cache_retention": Unserved(LEAVE_OUT),
     "web_search_options": Unserved("put what the model should know into a message"),
     "chat_template": Unserved("the model's own is used"),
-    "chat_template_kwargs": Unserved(_LEAVE_OUT, neutral=({},)),
+    "chat_template_kwargs": Unserved(LEAVE_OUT, neutral=({},)),
     "add_generation_prompt": Unserved("answers always begin a turn", neutral=(True,)),
     "continue_final_message": Unserved("use /v1/completions", neutral=(False,)),
     "documents": Unserved("put them into a message", neutral=([],)),
@@ -79,7 +79,7 @@ UNSERVED_IN_COMPLETIONS: Mapping[str, Unserved] = {
 UNSERVED_IN_MESSAGES: Mapping[str, Unserved] = {
     "name": Unserved("write the name into the content; chat templates have no place for it"),
     "refusal": Unserved("write it into the content"),
-    "annotations": Unserved(_LEAVE_OUT, neutral=([],)),
+    "annotations": Unserved(LEAVE_OUT, neutral=([],)),
     "audio": Unserved(_TEXT),
     "function_call": Unserved("use tool_calls"),
     "reasoning_content": Unserved("write it into the content"),

@@ -9,17 +9,17 @@ from pydantic import BaseModel
 
 from gkv_jax.request import Piece, Result
 from gkv_jax.serve.errors import ApiError
-from gkv_jax.serve.replies.events import Event
+from gkv_jax.serve.replies.events import SseEvent
 from gkv_jax.serve.replies.logprobs import ChoiceLogprobs, TokenTexts, for_chat
 from gkv_jax.serve.replies.usage import Usage, figures
 from gkv_jax.serve.tools import (
-    Answer,
+    AnswerEvent,
     CallArguments,
     CallBegins,
-    Content,
+    ReadAnswer,
+    TextDelta,
     ToolCallParser,
 )
-from gkv_jax.serve.tools import Event as TextEvent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -153,7 +153,7 @@ class ChatReply:
         self._include_usage = include_usage
         self._positions = None if positions is None else list(positions)
         self._parsers: dict[int, ToolCallParser] = {}
-        self._told: dict[int, list[TextEvent]] = {}
+        self._told: dict[int, list[AnswerEvent]] = {}
 
     def completion(self, results: Sequence[Result]) -> ChatCompletion:
         """The whole answer at once."""
@@ -170,7 +170,7 @@ class ChatReply:
         message: dict[str, Any] = {"content": result.text}
         reason: str = result.finish_reason
         if self._has_tools:
-            answer = Answer.read(result.text)
+            answer = ReadAnswer.read(result.text)
             reason = answer.finish_reason(reason)
             if answer.calls:
                 message["tool_calls"] = [
@@ -187,12 +187,12 @@ class ChatReply:
 
     # A stream -----------------------------------------------------------------------------------
 
-    def opening(self) -> Iterable[Event]:
+    def opening(self) -> Iterable[SseEvent]:
         """The role of each choice."""
         for index in range(self._choices):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None)
 
-    def piece(self, index: int, piece: Piece) -> Iterable[Event]:
+    def piece(self, index: int, piece: Piece) -> Iterable[SseEvent]:
         """Chunks of text and calls."""
         extra: dict[str, Any] = {}
         if piece.logprobs:
@@ -209,22 +209,22 @@ class ChatReply:
             # Log-probabilities and trace once, with the first chunk of the piece.
             yield self._chunk(index, delta, None, *((extra, gkv) if number == 0 else ({}, {})))
 
-    def end(self, index: int, result: Result) -> Iterable[Event]:
+    def end(self, index: int, result: Result) -> Iterable[SseEvent]:
         """The chunk with the finish reason."""
         reason: str = result.finish_reason
         if self._has_tools:
             for delta in self._of_events(index, self._parser(index).finish()):
                 yield self._chunk(index, delta, None)
-            reason = Answer.of(self._told.get(index, ())).finish_reason(reason)
+            reason = ReadAnswer.of(self._told.get(index, ())).finish_reason(reason)
         yield self._chunk(index, {}, reason, {}, {"gkv": result.stats})
 
-    def closing(self, results: Sequence[Result]) -> Iterable[Event]:
+    def closing(self, results: Sequence[Result]) -> Iterable[SseEvent]:
         """The usage, if asked for, and the end of the stream."""
         if self._include_usage:
             yield self._dump(choices=[], usage=Usage.of(results, len(results)))
         yield {"data": "[DONE]"}
 
-    def failure(self, error: ApiError) -> Iterable[Event]:
+    def failure(self, error: ApiError) -> Iterable[SseEvent]:
         """The error instead of ``[DONE]``."""
         yield {"data": error.json()}
 
@@ -236,12 +236,12 @@ class ChatReply:
             return [{"content": text}] if text else []
         return self._of_events(index, self._parser(index).push(text))
 
-    def _of_events(self, index: int, events: Sequence[TextEvent]) -> list[dict[str, Any]]:
+    def _of_events(self, index: int, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
         self._told.setdefault(index, []).extend(events)
         deltas: list[dict[str, Any]] = []
         for event in events:
             match event:
-                case Content(text):
+                case TextDelta(text):
                     deltas.append({"content": text})
                 case CallBegins(number, identity, name):
                     function = {"name": name, "arguments": ""}
@@ -259,12 +259,12 @@ class ChatReply:
         finish_reason: str | None,
         of_choice: dict[str, Any] | None = None,
         more: dict[str, Any] | None = None,
-    ) -> Event:
+    ) -> SseEvent:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return self._dump(choices=[choice | (of_choice or {})], **usage, **(more or {}))
 
-    def _dump(self, **fields: Any) -> Event:
+    def _dump(self, **fields: Any) -> SseEvent:
         values = self._common | {"object": "chat.completion.chunk"} | fields
         chunk = ChatCompletionChunk.model_validate(values)
         return {"data": chunk.model_dump_json(exclude_unset=True)}

@@ -7,10 +7,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gkv_jax.request import Piece, Result
+from gkv_jax.request import Piece, Result, TokenLogprobs
 from gkv_jax.serve.errors import ApiError
-from gkv_jax.serve.replies.events import Event
-from gkv_jax.serve.replies.logprobs import CompletionLogprobs, TokenTexts, for_completion
+from gkv_jax.serve.replies.events import SseEvent
+from gkv_jax.serve.replies.logprobs import (
+    CompletionLogprobs,
+    Offsets,
+    TokenTexts,
+    for_completion,
+)
 from gkv_jax.serve.replies.usage import Usage, figures
 
 
@@ -58,7 +63,7 @@ class CompletionReply:
         }
         self._texts, self._answers, self._include_usage = texts, answers, include_usage
         self._positions = None if positions is None else list(positions)
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, Offsets] = {}
 
     def completion(self, results: Sequence[Result]) -> Completion:
         """The whole answer at once."""
@@ -67,9 +72,7 @@ class CompletionReply:
                 "index": index,
                 "text": result.text,
                 "finish_reason": result.finish_reason,
-                "logprobs": (
-                    for_completion(result.logprobs, self._texts) if result.logprobs else None
-                ),
+                "logprobs": self._logprobs(index, result.logprobs) if result.logprobs else None,
             }
             for index, result in enumerate(results)
         ]
@@ -78,18 +81,16 @@ class CompletionReply:
             self._common | {"choices": choices, "usage": usage, "gkv": gkv}
         )
 
-    def opening(self) -> Iterable[Event]:
+    def opening(self) -> Iterable[SseEvent]:
         """Nothing."""
         return ()
 
-    def piece(self, index: int, piece: Piece) -> Iterable[Event]:
+    def piece(self, index: int, piece: Piece) -> Iterable[SseEvent]:
         """A chunk of text."""
         choice: dict[str, Any] = {"index": index, "text": piece.text, "finish_reason": None}
         more: dict[str, Any] = {}
         if piece.logprobs:
-            told = for_completion(piece.logprobs, self._texts, self._offsets.get(index, 0))
-            choice["logprobs"] = told
-            self._offsets[index] = told.text_offset[-1] + len(told.tokens[-1])
+            choice["logprobs"] = self._logprobs(index, piece.logprobs)
         if self._positions is not None:
             self._positions[index] += len(piece.tokens)
             trace = [vars(token) for token in piece.trace]
@@ -97,25 +98,29 @@ class CompletionReply:
         if piece.text or piece.logprobs or more:
             yield self._chunk(choice, more)
 
-    def end(self, index: int, result: Result) -> Iterable[Event]:
+    def end(self, index: int, result: Result) -> Iterable[SseEvent]:
         """The chunk with the finish reason."""
         choice = {"index": index, "text": "", "finish_reason": result.finish_reason}
         yield self._chunk(choice, {"gkv": result.stats})
 
-    def closing(self, results: Sequence[Result]) -> Iterable[Event]:
+    def closing(self, results: Sequence[Result]) -> Iterable[SseEvent]:
         """The usage, if asked for, and the end of the stream."""
         if self._include_usage:
             yield self._dump(choices=[], usage=Usage.of(results, self._answers))
         yield {"data": "[DONE]"}
 
-    def failure(self, error: ApiError) -> Iterable[Event]:
+    def failure(self, error: ApiError) -> Iterable[SseEvent]:
         """The error instead of ``[DONE]``."""
         yield {"data": error.json()}
 
-    def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> Event:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        offsets = self._offsets.setdefault(index, self._texts.offsets())
+        return for_completion(entries, self._texts, offsets)
+
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> SseEvent:
         usage = {"usage": None} if self._include_usage else {}
         return self._dump(choices=[choice], **usage, **more)
 
-    def _dump(self, **fields: Any) -> Event:
+    def _dump(self, **fields: Any) -> SseEvent:
         values = self._common | {"object": "text_completion"} | fields
         return {"data": Completion.model_validate(values).model_dump_json(exclude_unset=True)}

@@ -10,11 +10,17 @@ from pydantic import BaseModel
 
 from gkv_jax.request import Piece, Result, TokenLogprobs
 from gkv_jax.serve.errors import ApiError
-from gkv_jax.serve.replies.events import Event
+from gkv_jax.serve.replies.events import SseEvent
 from gkv_jax.serve.replies.logprobs import TokenTexts, for_chat
 from gkv_jax.serve.replies.usage import Usage, figures
-from gkv_jax.serve.tools import CallArguments, CallBegins, CallEnds, Content, ToolCallParser
-from gkv_jax.serve.tools import Event as ToolEvent
+from gkv_jax.serve.tools import (
+    AnswerEvent,
+    CallArguments,
+    CallBegins,
+    CallEnds,
+    TextDelta,
+    ToolCallParser,
+)
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -171,10 +177,10 @@ class Output:
         # A call that ends has been closed.
         yield from self._close(not cut_off and isinstance(self._open, OutputMessage))
 
-    def _read(self, events: Iterable[ToolEvent]) -> Iterator[Told]:
+    def _read(self, events: Iterable[AnswerEvent]) -> Iterator[Told]:
         for event in events:
             match event:
-                case Content(text):
+                case TextDelta(text):
                     yield from self._say(text)
                 case CallBegins(_, call_id, name):
                     yield from self._call(call_id, name)
@@ -314,26 +320,26 @@ class ResponsesReply:
 
     # A stream -----------------------------------------------------------------------------------
 
-    def opening(self) -> Iterable[Event]:
+    def opening(self) -> Iterable[SseEvent]:
         """The answer begins, without anything in it."""
         yield self._of_body("response.created", self._body)
         yield self._of_body("response.in_progress", self._body)
 
-    def piece(self, index: int, piece: Piece) -> Iterable[Event]:
+    def piece(self, index: int, piece: Piece) -> Iterable[SseEvent]:
         """Items, and pieces of them."""
         return map(self._numbered, self._output.write(piece.text, piece.logprobs))
 
-    def end(self, index: int, result: Result) -> Iterable[Event]:
+    def end(self, index: int, result: Result) -> Iterable[SseEvent]:
         """The end of the last item."""
         return map(self._numbered, self._output.finish(_is_cut_off(result)))
 
-    def closing(self, results: Sequence[Result]) -> Iterable[Event]:
+    def closing(self, results: Sequence[Result]) -> Iterable[SseEvent]:
         """The whole answer."""
         (result,) = results
         body = self._finished(result)
         yield self._of_body(f"response.{body.status}", body)
 
-    def failure(self, error: ApiError) -> Iterable[Event]:
+    def failure(self, error: ApiError) -> Iterable[SseEvent]:
         """The error, and the items as far as they came."""
         items = self._output.items
         for item in items:
@@ -343,10 +349,10 @@ class ResponsesReply:
         update = {"status": "failed", "error": told, "output": items}
         yield self._of_body("response.failed", self._body.model_copy(update=update))
 
-    def _of_body(self, kind: str, body: ResponseBody) -> Event:
+    def _of_body(self, kind: str, body: ResponseBody) -> SseEvent:
         return self._numbered({"type": kind, "response": body.model_dump()})
 
-    def _numbered(self, told: Told) -> Event:
+    def _numbered(self, told: Told) -> SseEvent:
         values = told | {"sequence_number": self._number}
         self._number += 1
         return {"event": told["type"], "data": json.dumps(values, ensure_ascii=False)}

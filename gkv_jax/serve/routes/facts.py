@@ -10,11 +10,14 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from gkv_jax.errors import UserError
-from gkv_jax.serve.errors import ApiError, refused
+from gkv_jax.serve.errors import ApiError, engine_failed, refused
 from gkv_jax.serve.metrics import Metrics
 from gkv_jax.serve.protocol.tokens import DetokenizeRequest, GuideCheckRequest, TokenizeRequest
-from gkv_jax.serve.routes.errors import ERRORS
+from gkv_jax.serve.replies.logprobs import TokenTexts
+from gkv_jax.serve.replies.whole import whole
+from gkv_jax.serve.routes.openapi import ERRORS
 from gkv_jax.serve.service import Service
+from gkv_jax.serve.tools import Conversation
 from grammar_host.backends import SERVED_BACKENDS
 
 
@@ -47,7 +50,7 @@ class Health(BaseModel):
 class Ready(BaseModel):
     """Whether new requests are taken."""
 
-    status: Literal["ready", "draining"]
+    status: Literal["ready", "draining", "failed"]
 
 
 class Tokens(BaseModel):
@@ -79,7 +82,7 @@ class GuideCheck(BaseModel):
 def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], bool]) -> None:
     """Add the routes."""
     engine, limits = service.engine, service.limits
-    spec = engine.spec
+    spec, texts = engine.spec, TokenTexts(engine)
     model = Model(
         id=service.model,
         created=created,
@@ -114,6 +117,8 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
 
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> Health:
+        if engine.failure is not None:
+            raise engine_failed()
         if engine.closed:
             raise ApiError(503, "the engine has ended; restart the server", code="shutting_down")
         return Health(model=service.model, slots=engine.slots)
@@ -122,35 +127,28 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
     async def ready() -> Any:
         if is_ready() and not engine.closed:
             return Ready(status="ready")
-        return JSONResponse({"status": "draining"}, 503)
+        status = "draining" if engine.failure is None else "failed"
+        return JSONResponse({"status": status}, 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=Metrics.MEDIA_TYPE)
 
-    @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(asked: TokenizeRequest) -> Tokens:
+    @app.post("/tokenize", response_model=Tokens, responses=ERRORS)
+    async def tokenize(asked: TokenizeRequest) -> Any:
         service.check_model(asked.model)
-        tokens = await anyio.to_thread.run_sync(_tokens, service, asked)
-        texts = [engine.tokenizer.decode([t]) for t in tokens] if asked.return_token_strs else None
-        return Tokens(
-            count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
-        )
+        asked.check()
+        return await whole(lambda: _tokenized(service, asked, texts))
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(asked: DetokenizeRequest) -> Detokenized:
         service.check_model(asked.model)
-        for token in asked.tokens:
-            if token >= engine.model.vocab_size:
-                message = f"tokens holds {token}; the largest is {engine.model.vocab_size - 1}"
-                raise ApiError(400, message, param="tokens", code="invalid_value")
-        text = await anyio.to_thread.run_sync(engine.tokenizer.decode, asked.tokens)
-        return Detokenized(prompt=text)
+        return Detokenized(prompt=await anyio.to_thread.run_sync(_text, service, asked.tokens))
 
     @app.post("/v1/guide/check", responses=ERRORS)
     async def check_guide(asked: GuideCheckRequest) -> GuideCheck:
         service.check_model(asked.model)
-        constraint = asked.constraint()
+        constraint = await anyio.to_thread.run_sync(asked.constraint)
         if constraint is None:
             message = "nothing to check; give response_format or structured_outputs"
             raise ApiError(400, message, code="missing_required_parameter")
@@ -164,15 +162,39 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
         )
 
 
+def _tokenized(service: Service, asked: TokenizeRequest, texts: TokenTexts) -> Tokens:
+    tokens = _tokens(service, asked)
+    limits = service.limits
+    return Tokens(
+        count=len(tokens),
+        max_model_len=limits.prompt_tokens + limits.completion_tokens,
+        tokens=tokens,
+        token_strs=[texts.text_of(token) for token in tokens] if asked.return_token_strs else None,
+    )
+
+
 def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
+    """Refused where a prompt would be."""
     engine = service.engine
     if asked.prompt is not None:
-        return engine.tokenizer.encode(
+        tokens = engine.tokenizer.encode(
             asked.prompt, add_special_tokens=asked.add_special_tokens, verbose=False
         )
+        return list(service.tokens(tokens, "prompt")) if tokens else []
     assert asked.messages is not None
-    messages = [{"role": m.role, "content": m.content} for m in asked.messages]
+    talk = Conversation.of(asked.messages, asked.tools, None, None, tokenizer=engine.tokenizer)
     try:
-        return list(engine.encode(messages, answer=asked.add_generation_prompt))
+        told = engine.encode(
+            talk.messages, tools=talk.tools_for_template, answer=asked.add_generation_prompt
+        )
     except UserError as error:
         raise refused(error, "messages") from error
+    return list(service.tokens(told, "messages"))
+
+
+def _text(service: Service, tokens: list[int]) -> str:
+    largest = service.engine.model.vocab_size - 1
+    if (token := max(tokens, default=0)) > largest:
+        message = f"tokens holds {token}; the largest is {largest}"
+        raise ApiError(400, message, param="tokens", code="invalid_value")
+    return str(service.engine.tokenizer.decode(tokens))

@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import anyio.to_thread
 import fastapi
 from fastapi import FastAPI
+from starlette.responses import Response
 
 from gkv_jax.serve.protocol.chat import ChatCompletionRequest
 from gkv_jax.serve.protocol.completions import CompletionRequest
-from gkv_jax.serve.protocol.formats import Constrained
+from gkv_jax.serve.protocol.formats import Constrained, Constraint
 from gkv_jax.serve.replies.chat import ChatCompletion, ChatReply
 from gkv_jax.serve.replies.completions import Completion, CompletionReply
 from gkv_jax.serve.replies.events import EventStream
 from gkv_jax.serve.replies.logprobs import TokenTexts
-from gkv_jax.serve.routes.errors import ERRORS, STREAMS
+from gkv_jax.serve.replies.whole import whole
+from gkv_jax.serve.routes.openapi import ERRORS, STREAMS
 from gkv_jax.serve.service import Job, Service
 from gkv_jax.serve.tools import Conversation
 
@@ -22,60 +25,53 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
     texts = TokenTexts(service.engine)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS | ERRORS)
-    async def chat_completions(
-        asked: ChatCompletionRequest, http: fastapi.Request, response: fastapi.Response
-    ) -> Any:
+    async def chat_completions(asked: ChatCompletionRequest, http: fastapi.Request) -> Any:
         service.check_model(asked.model)
         asked.check()
-        talk = Conversation.of(
-            asked.messages,
-            asked.tools,
-            asked.tool_choice,
-            asked.parallel_tool_calls,
-            tokenizer=service.engine.tokenizer,
-        )
-        job = Job(
-            prompts=[talk.messages],
-            prompt_field="messages",
-            samplings=asked.answers(service.limits),
-            seconds=asked.seconds(service.limits),
-            constraint=talk.constraint(asked.constraint()),
-            tools=talk.tools_for_template,
-            trace=asked.trace or False,
-            cache=asked.cache,
-        )
-        answer = await service.start(job)
+        samplings = asked.answers(service.limits)
+        with service.places(samplings) as places:
+            talk, constraint = await anyio.to_thread.run_sync(_read, asked, service)
+            job = Job(
+                prompts=[talk.messages],
+                prompt_field="messages",
+                samplings=samplings,
+                seconds=asked.seconds(service.limits),
+                constraint=constraint,
+                tools=talk.tools_for_template,
+                trace=asked.trace or False,
+                cache=asked.cache,
+            )
+            answer = await service.start(job, places)
         reply = ChatReply(
             service.model,
             fingerprint,
             texts,
-            choices=job.size,
+            choices=len(samplings),
             has_tools=talk.may_call,
             include_usage=asked.include_usage,
             positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
         )
         if asked.stream:
             return _warned(EventStream(answer, reply), asked)
-        _warned(response, asked)
-        return reply.completion(await answer.results(http))
+        results = await answer.results(http)
+        return _warned(await whole(lambda: reply.completion(results)), asked)
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMS | ERRORS)
-    async def completions(
-        asked: CompletionRequest, http: fastapi.Request, response: fastapi.Response
-    ) -> Any:
+    async def completions(asked: CompletionRequest, http: fastapi.Request) -> Any:
         service.check_model(asked.model)
         asked.check()
-        samplings = asked.answers(service.limits)
-        job = Job(
-            prompts=asked.prompts(),
-            prompt_field="prompt",
-            samplings=samplings,
-            seconds=asked.seconds(service.limits),
-            constraint=asked.constraint(),
-            trace=asked.trace or False,
-            cache=asked.cache,
-        )
-        answer = await service.start(job)
+        samplings, prompts = asked.answers(service.limits), asked.prompts()
+        with service.places(samplings, len(prompts)) as places:
+            job = Job(
+                prompts=prompts,
+                prompt_field="prompt",
+                samplings=samplings,
+                seconds=asked.seconds(service.limits),
+                constraint=asked.constraint(),
+                trace=asked.trace or False,
+                cache=asked.cache,
+            )
+            answer = await service.start(job, places)
         reply = CompletionReply(
             service.model,
             fingerprint,
@@ -86,11 +82,23 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
         )
         if asked.stream:
             return _warned(EventStream(answer, reply), asked)
-        _warned(response, asked)
-        return reply.completion(await answer.results(http))
+        results = await answer.results(http)
+        return _warned(await whole(lambda: reply.completion(results)), asked)
 
 
-def _warned(response: Any, asked: Constrained) -> Any:
+def _read(asked: ChatCompletionRequest, service: Service) -> tuple[Conversation, Constraint | None]:
+    """What is said, and what the answer must obey; large schemas take a while."""
+    talk = Conversation.of(
+        asked.messages,
+        asked.tools,
+        asked.tool_choice,
+        asked.parallel_tool_calls,
+        tokenizer=service.engine.tokenizer,
+    )
+    return talk, talk.constraint(asked.constraint())
+
+
+def _warned(response: Response, asked: Constrained) -> Response:
     """The response, with a warning if fields were translated."""
     for name in asked.legacy_fields:
         text = f'299 gkv_jax "{name} is an old name; use structured_outputs"'

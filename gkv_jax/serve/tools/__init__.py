@@ -3,13 +3,13 @@
 from gkv_jax.serve.tools.conversation import Conversation, check_conversation
 from gkv_jax.serve.tools.guides import ToolsConstraint, may_call, tools_constraint
 from gkv_jax.serve.tools.parser import (
-    Answer,
     AnswerCall,
+    AnswerEvent,
     CallArguments,
     CallBegins,
     CallEnds,
-    Content,
-    Event,
+    ReadAnswer,
+    TextDelta,
     ToolCallParser,
 )
 from gkv_jax.serve.tools.render import Rendered, TemplateStyle, call_text, render
@@ -23,18 +23,18 @@ from gkv_jax.serve.tools.types import (
 )
 
 __all__ = [
-    "Answer",
     "AnswerCall",
+    "AnswerEvent",
     "CallArguments",
     "CallBegins",
     "CallEnds",
-    "Content",
     "Conversation",
-    "Event",
     "FunctionCall",
     "FunctionDefinition",
+    "ReadAnswer",
     "Rendered",
     "TemplateStyle",
+    "TextDelta",
     "Tool",
     "ToolCallField",
     "ToolCallParser",

@@ -17,7 +17,7 @@ from gkv_jax.serve.tools.arguments import ObjectScanner
 
 
 @dataclass(frozen=True)
-class Content:
+class TextDelta:
     """Text outside of the calls."""
 
     text: str
@@ -47,7 +47,7 @@ class CallEnds:
     index: int
 
 
-Event = Content | CallBegins | CallArguments | CallEnds
+AnswerEvent = TextDelta | CallBegins | CallArguments | CallEnds
 
 _NAME = "[a-zA-Z0-9_-]{1,64}"
 # Blanks may stand where JSON and habit have them, as for `grammar_host.tools.parse_tool_calls`.
@@ -100,21 +100,21 @@ class ToolCallParser:
         self._blanks = ""
         self._has_content = False
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[AnswerEvent]:
         """What is certain after more text."""
         self._text += text
         return list(self._events())
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[AnswerEvent]:
         """The rest, once nothing more will come. The parser is not to be used afterwards."""
         events = list(self._events())
         if self._scanner is None:
             events.extend(self._content(len(self._text)))
         if self._blanks and not self._calls:
-            events.append(Content(self._blanks))
+            events.append(TextDelta(self._blanks))
         return events
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[AnswerEvent]:
         before = None
         while before != (before := (self._scanner, self._closed, len(self._text))):
             if self._scanner is None:
@@ -124,7 +124,7 @@ class ToolCallParser:
             else:
                 yield from self._tail(self._scanner)
 
-    def _outside(self) -> Iterator[Event]:
+    def _outside(self) -> Iterator[AnswerEvent]:
         head = _HEAD.search(self._text)
         if head is None:
             begun = _HEAD_BEGUN.search(self._text)
@@ -139,7 +139,7 @@ class ToolCallParser:
         self._sent = 0
         self._scanner = ObjectScanner()
 
-    def _arguments(self, scanner: ObjectScanner) -> Iterator[Event]:
+    def _arguments(self, scanner: ObjectScanner) -> Iterator[AnswerEvent]:
         outcome = scanner.scan(self._text)
         # What is open may be the beginning of a number or an escape: that is right so far, too.
         end = len(self._text) if outcome == "open" else scanner.position
@@ -151,7 +151,7 @@ class ToolCallParser:
         elif outcome == "broken":
             self._scanner = None
 
-    def _tail(self, scanner: ObjectScanner) -> Iterator[Event]:
+    def _tail(self, scanner: ObjectScanner) -> Iterator[AnswerEvent]:
         tail = _TAIL.match(self._text, scanner.position)
         if tail is not None:
             yield CallEnds(self._calls - 1)
@@ -161,7 +161,7 @@ class ToolCallParser:
             return
         self._scanner, self._closed = None, False
 
-    def _content(self, end: int) -> Iterator[Event]:
+    def _content(self, end: int) -> Iterator[AnswerEvent]:
         """Send the text up to ``end``, except what was sent as arguments of a call that broke off."""
         text = self._blanks + self._text[self._sent : end]
         self._consume(end)
@@ -171,7 +171,7 @@ class ToolCallParser:
         self._blanks = text[len(visible) :]
         if visible:
             self._has_content = True
-            yield Content(visible)
+            yield TextDelta(visible)
 
     def _consume(self, end: int) -> None:
         self._text = self._text[end:]
@@ -196,7 +196,7 @@ class AnswerCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReadAnswer:
     """All events of an answer together.
 
     A call that a token limit cut off is one of ``calls``, with what there is of its arguments, as in
@@ -212,7 +212,7 @@ class Answer:
     calls: tuple[AnswerCall, ...]
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Answer":
+    def of(cls, events: Iterable[AnswerEvent]) -> "ReadAnswer":
         """Put the events of a parser together."""
         content: list[str] = []
         begun: list[CallBegins] = []
@@ -220,7 +220,7 @@ class Answer:
         ended: set[int] = set()
         for event in events:
             match event:
-                case Content(text):
+                case TextDelta(text):
                     content.append(text)
                 case CallBegins():
                     begun.append(event)
@@ -236,7 +236,7 @@ class Answer:
         return cls("".join(content), tuple(calls))
 
     @classmethod
-    def read(cls, text: str) -> "Answer":
+    def read(cls, text: str) -> "ReadAnswer":
         """Read a whole answer, exactly as a stream of it is read."""
         parser = ToolCallParser()
         return cls.of([*parser.push(text), *parser.finish()])

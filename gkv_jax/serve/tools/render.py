@@ -3,9 +3,9 @@
 Messages and tools are dicts of OpenAI's form in which nothing is null; ``check_conversation`` has seen them.
 """
 
-import functools
 import itertools
 import json
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +35,14 @@ class TemplateStyle:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "TemplateStyle":
-        """Of a transformers tokenizer; remembered for each tokenizer and template."""
+        """Of a transformers tokenizer; remembered as long as it lives and keeps its template."""
         if not tokenizer.chat_template:
             return cls()
-        return _style(tokenizer, tokenizer.get_chat_template(tools=[]))
+        template = tokenizer.get_chat_template(tools=[])
+        known = _styles.get(tokenizer)
+        if known is None or known[0] != template:
+            known = _styles[tokenizer] = template, _style(tokenizer, template)
+        return known[1]
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,10 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-@functools.lru_cache(maxsize=16)
+_styles: "weakref.WeakKeyDictionary[Any, tuple[str, TemplateStyle]]" = weakref.WeakKeyDictionary()
+"""Of each tokenizer, its template and what is made of tools there."""
+
+
 def _style(tokenizer: Any, template: str) -> TemplateStyle:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=[_Generation, "jinja2.ext.loopcontrols"]

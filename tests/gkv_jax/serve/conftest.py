@@ -17,6 +17,7 @@ from gkv_jax.models.llama import Llama
 from gkv_jax.serve.app import create_app
 from gkv_jax.serve.generation import warm_up
 from gkv_jax.serve.middleware import install
+from gkv_jax.serve.process import server_config
 from gkv_jax.serve.settings import Limits, Settings
 from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
 
@@ -34,7 +35,7 @@ class Served:
 
     @property
     def free_slots(self) -> int:
-        return len(self.engine._session.free_slots)
+        return self.engine.slots - self.engine.active
 
     def chat(self, **fields: Any) -> Any:
         """A chat completion; ``fields`` override a small, repeatable request."""
@@ -51,9 +52,9 @@ class Served:
 def serving(engine: Engine, limits: Limits, **options: Any) -> Iterator[Served]:
     """The application on a free port of this machine; ``options`` are of ``create_app``."""
     app = create_app(engine, model=MODEL, limits=limits, **options)
-    install(app, Settings(MODEL, limits=limits), observer=app.state.metrics)
-    config = uvicorn.Config(app, lifespan="off", ws="none", log_level="error")
-    server = uvicorn.Server(config)
+    settings = Settings(MODEL, limits=limits)
+    install(app, settings, observer=app.state.metrics)
+    server = uvicorn.Server(server_config(app, settings))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

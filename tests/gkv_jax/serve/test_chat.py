@@ -5,6 +5,8 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import logging
+import threading
 from typing import Any
 
 import jsonschema
@@ -13,9 +15,14 @@ import pytest
 from starlette.types import Message
 
 from gkv_jax import CacheSpec, Sampling
+from gkv_jax.errors import EngineClosedError
 from gkv_jax.request import Request, RequestCancelled
 from gkv_jax.serve import generation
+from gkv_jax.serve.errors import ApiError, RequestTimeout
+from gkv_jax.serve.replies.chat import ChatReply
+from gkv_jax.serve.replies.completions import CompletionReply
 from gkv_jax.serve.replies.events import EventStream
+from gkv_jax.serve.replies.responses import ResponsesReply
 from gkv_jax.serve.settings import Limits
 from grammar_host import DeadEndError, Guide
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine, wait_for
@@ -277,6 +284,161 @@ def test_a_closed_engine_is_a_503_before_anything_is_sent(stream: bool) -> None:
             served.chat(stream=stream)
     assert (raised.value.status_code, raised.value.code) == (503, "shutting_down")
     assert raised.value.type == "server_error"
+
+
+class _Hanging(_Failing):
+    """A text stream that keeps the engine thread until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def push(self, token: int) -> str:
+        assert self.released.wait(30)
+        return ""
+
+
+def test_time_is_over_though_the_engine_is_busy() -> None:
+    """The client is answered at once, its place is free once the engine has let go of it."""
+    hanging, ended = _Hanging(), list[Request]()
+    with tiny_engine() as engine:
+        requests = [engine.prepare("hi"), engine.prepare("you")]
+        requests[0].text_stream = hanging  # type: ignore[assignment]
+
+        async def wait() -> None:
+            answer = generation.Answer(engine, requests, ended.append, 0.2)
+            with pytest.raises(ApiError) as raised:
+                async for _ in answer.pieces():
+                    pass
+            assert (raised.value.status, raised.value.code) == (504, "request_timeout")
+
+        asyncio.run(wait())
+        assert ended == []
+        hanging.released.set()
+        wait_for(lambda: len(ended) == len(requests))
+    assert all(isinstance(request.error, RequestTimeout) for request in requests)
+
+
+def test_requests_that_cannot_be_submitted_end_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them is told of once, whether it was submitted before the engine closed or not."""
+    ended: list[Request] = []
+    with tiny_engine() as engine:
+        requests = [engine.prepare("hi", sampling=Sampling(max_tokens=400)) for _ in range(3)]
+        submit = engine.submit
+
+        def close_before_the_second(request: Request) -> None:
+            if request is requests[1]:
+                engine.close()
+            submit(request)
+
+        monkeypatch.setattr(engine, "submit", close_before_the_second)
+
+        async def ask() -> None:
+            generation.Answer(engine, requests, ended.append, 60)
+
+        with pytest.raises(EngineClosedError):
+            asyncio.run(ask())
+        wait_for(lambda: len(ended) == len(requests))
+    assert {*map(id, ended)} == {*map(id, requests)}
+    assert [bool(request.submitted) for request in requests] == [True, False, False]
+
+
+def _sent(served: Served, method: str, path: str, body: Any = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    with contextlib.closing(connection):
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, text, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def _said(served: Served, path: str, **fields: Any) -> str:
+    """A stream, as it is sent."""
+    status, text = _sent(served, "POST", path, {"model": MODEL, "stream": True, **fields})
+    assert status == 200
+    return text
+
+
+def _rejected(served: Served, code: str) -> bool:
+    """Whether a stream that ended so is counted."""
+    _, text = _sent(served, "GET", "/metrics")
+    return f'gkv_rejected_requests_total{{code="{code}",status="200"}} 1.0' in text
+
+
+APIS = [
+    (ChatReply, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    (CompletionReply, "/v1/completions", {"prompt": "hi"}),
+    (ResponsesReply, "/v1/responses", {"input": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("reply", "path", "fields"), APIS)
+def test_whole_answers_are_written_beside_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch, reply: Any, path: str, fields: dict[str, Any]
+) -> None:
+    """Likelihoods of thousands of tokens take long enough for other clients to notice."""
+    method = "whole" if reply is ResponsesReply else "completion"
+    build, outcomes = getattr(reply, method), list[str]()
+
+    def watched(*arguments: Any) -> Any:
+        try:
+            asyncio.get_running_loop()
+            outcomes.append("on the loop")
+        except RuntimeError:
+            outcomes.append("beside it")
+        return build(*arguments)
+
+    monkeypatch.setattr(reply, method, watched)
+    status, text = _sent(served, "POST", path, {"model": MODEL, **fields})
+    assert status == 200
+    assert json.loads(text)["usage"]
+    assert outcomes == ["beside it"]
+
+
+@pytest.mark.parametrize(("narrator", "path", "fields"), APIS)
+@pytest.mark.parametrize("method", ["opening", "piece", "end", "closing"])
+def test_a_stream_that_cannot_be_told_ends_with_an_error(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    narrator: Any,
+    path: str,
+    fields: dict[str, Any],
+    method: str,
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("/somewhere/inside.py broke")
+
+    monkeypatch.setattr(narrator, method, broken)
+    with (
+        caplog.at_level(logging.INFO, "gkv_jax.serve"),
+        serving(served.engine, LIMITS) as fresh,
+    ):
+        text = _said(fresh, path, **fields)
+        wait_for(lambda: _rejected(fresh, "internal_error"))
+    assert "internal_error" in text.strip().splitlines()[-1]
+    assert "[DONE]" not in text
+    assert "inside.py" not in text
+    assert "inside.py broke" in caplog.text  # with its traceback
+    assert "error_code=internal_error" in caplog.text
+    wait_for(lambda: served.free_slots == served.engine.slots)
+
+
+def test_log_and_metrics_tell_of_a_stream_that_was_cut_off(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: dict[str, Any] = {"timeout": 0.2, "response_format": schema_format(ENDLESS)}
+    with (
+        caplog.at_level(logging.INFO, "gkv_jax.serve.access"),
+        serving(served.engine, LIMITS) as fresh,
+    ):
+        text = _said(fresh, "/v1/completions", prompt="hi", max_tokens=20_000, **fields)
+        wait_for(lambda: _rejected(fresh, "request_timeout"))
+    assert "request_timeout" in text.splitlines()[-2]
+    (line,) = [r.message for r in caplog.records if "path=/v1/completions" in r.message]
+    assert "status=200" in line
+    assert "error_code=request_timeout" in line
 
 
 class _Silent:

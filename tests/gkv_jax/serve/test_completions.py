@@ -6,8 +6,11 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import normalizers
 
-from tests.gkv_jax.serve.conftest import MODEL, Served
+from gkv_jax.serve.replies.logprobs import TokenTexts
+from grammar_host import TokenizerError
+from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine
 from tests.gkv_jax.serve.test_chat import ENDLESS, SCHEMA, schema_format, text_of
 
 
@@ -92,14 +95,52 @@ def test_likelihoods_are_told_for_each_token(served: Served) -> None:
 
 
 def test_older_likelihoods_have_offsets(served: Served) -> None:
-    choice = complete(served, logprobs=2, temperature=0).choices[0]
+    fields: dict[str, Any] = {"logprobs": 2, "seed": 3, "max_tokens": 60}
+    choice = complete(served, **fields).choices[0]
     told = choice.logprobs
-    assert told.text_offset[0] == 0
-    for token, offset, following in zip(
-        told.tokens, told.text_offset, told.text_offset[1:], strict=False
-    ):
-        assert following == offset + len(token)
-    assert all(len(top) <= 2 for top in told.top_logprobs)
+    whole = [
+        (token, offset)
+        for token, offset in zip(told.tokens, told.text_offset, strict=True)
+        if len(token) == 1 and token != "\ufffd"
+    ]
+    # A random model writes parts of characters and special tokens, too.
+    assert 0 < len(whole) < len(told.tokens)
+    for token, offset in whole:
+        assert choice.text[offset : offset + len(token)] == token
+    assert all(1 <= len(top) <= 2 for top in told.top_logprobs)
+    parts = [c.choices[0].logprobs for c in complete(served, stream=True, **fields) if c.choices]
+    assert [each for part in parts if part for each in part.text_offset] == told.text_offset
+
+
+def test_parts_of_a_character_have_its_offset(served: Served) -> None:
+    offsets, tokens = TokenTexts(served.engine).offsets(), served.engine.tokenizer.encode("aé🌊b")
+    assert [offsets.push(token) for token in tokens] == [0, 1, 1, 2, 2, 2, 2, 3]
+
+
+def test_likelihoods_need_no_guides() -> None:
+    """A tokenizer that loses letter case serves free text."""
+    with tiny_engine() as engine:
+        engine.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        with pytest.raises(TokenizerError):
+            _ = engine.compiler
+        with serving(engine, LIMITS) as served:
+            fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "max_tokens": 60}
+            told = served.chat(**fields).choices[0].logprobs.content
+            streamed = [
+                entry
+                for chunk in served.chat(stream=True, **fields)
+                if chunk.choices[0].logprobs
+                for entry in chunk.choices[0].logprobs.content
+            ]
+    assert streamed == told
+    entries = {entry.token: entry.bytes for each in told for entry in [each, *each.top_logprobs]}
+    assert entries.pop("\ufffd") is None
+    special = {name: written for name, written in entries.items() if len(name) > 1}
+    assert special.keys() <= {"<stop>", "<user>", "<model>", ""}
+    assert set(special.values()) <= {None}
+    whole = {text: written for text, written in entries.items() if len(text) == 1}
+    assert whole
+    assert all(written == list(text.encode()) for text, written in whole.items())
 
 
 def test_a_bias_decides_free_text(served: Served) -> None:

@@ -1,6 +1,7 @@
 """Figures in Prometheus' text format: right sums, once per request, each application for itself."""
 
 import http.client
+import logging
 from typing import Any
 
 import openai
@@ -210,19 +211,40 @@ def test_gauges_are_read_at_each_scrape() -> None:
     assert samples(metrics.text().decode())["gkv_queue_length",] == 6
 
 
+@pytest.mark.parametrize(("stream", "status"), [(True, "200"), (False, "504")])
+def test_a_failed_answer_is_in_log_and_figures_streamed_or_not(
+    served: Served, caplog: pytest.LogCaptureFixture, stream: bool, status: str
+) -> None:
+    """Though the status of a stream was sent before it failed."""
+    caplog.set_level(logging.INFO, "gkv_jax.serve.access")
+    endless: dict[str, Any] = {"max_tokens": 20_000, "response_format": schema_format(ENDLESS)}
+    with serving(served.engine, LIMITS) as fresh:
+        with pytest.raises(openai.APIError):
+            list(fresh.chat(stream=stream, extra_body={"timeout": 0.5}, **endless))
+        rejected = ("gkv_rejected_requests_total", "request_timeout", status)
+        wait_for(lambda: scrape(fresh).get(rejected) == 1)
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if "/v1/chat/completions" in line]
+    assert f"status={status} " in line
+    assert line.endswith("error_code=request_timeout") or "error_code=request_timeout " in line
+
+
 def test_labels_of_http_requests_are_few_whatever_clients_send() -> None:
     metrics = Metrics()
     for number in range(10):
         metrics.observe_http("", f"METHOD{number}", 404, "unknown_url")
     metrics.observe_http("/v1/models", "GET", 200, None)
     metrics.observe_http("/v1/models", "GET", 429, None)
+    metrics.observe_http("/v1/stream", "POST", 200, "request_timeout")
     values = samples(metrics.text().decode())
     assert {key[1:]: v for key, v in values.items() if key[0] == "gkv_http_requests_total"} == {
         ("other", "other", "404"): 10,
         ("GET", "/v1/models", "200"): 1,
         ("GET", "/v1/models", "429"): 1,
+        ("POST", "/v1/stream", "200"): 1,
     }
     assert {key[1:]: v for key, v in values.items() if key[0] == "gkv_rejected_requests_total"} == {
         ("unknown_url", "404"): 10,
         ("other", "429"): 1,
+        ("request_timeout", "200"): 1,
     }

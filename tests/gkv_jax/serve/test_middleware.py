@@ -82,7 +82,7 @@ class Running:
     def ask(
         self, method: str, path: str, body: bytes | None = None, headers: Headers | None = None
     ) -> Answer:
-        given = {"host": "x", "connection": "close"} | (headers or {})
+        given = {"host": "localhost", "connection": "close"} | (headers or {})
         if body is not None:
             given = {"content-type": "application/json", "content-length": str(len(body))} | given
         head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
@@ -207,12 +207,64 @@ def test_named_origins_may_ask_without_a_key_and_read_refusals(guarded: Running)
     assert refused[1]["access-control-allow-origin"] == PAGES
 
 
+def test_pages_may_read_the_headers_that_tell_something(guarded: Running) -> None:
+    headers = guarded.ask("GET", "/health", headers={"origin": PAGES})[1]
+    exposed = headers["access-control-expose-headers"].lower().split(", ")
+    assert {"x-request-id", "retry-after", "warning"} <= set(exposed)
+
+
 def test_other_origins_may_not(guarded: Running, served: Running) -> None:
     asked = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     assert guarded.ask("OPTIONS", "/echo/a", headers=asked)[0] == 400
     for server in (guarded, served):
         _, headers, _ = server.ask("GET", "/health", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in headers
+
+
+# Names --------------------------------------------------------------------------------------------
+
+LOCAL = ["localhost", "localhost:8000", "LocalHost", "127.0.0.1:1", "[::1]", "[::1]:8000"]
+FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",
+    "[::2]", "localhost, evil.example", "", "[", "evil.example@", "0.0.0.0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", LOCAL)
+def test_a_server_without_keys_answers_to_its_loopback_names(served: Running, host: str) -> None:
+    assert served.ask("GET", "/metrics", headers={"host": host})[0] == 200
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_and_to_no_others(served: Running, host: str) -> None:
+    """A page may have let its own name lead here."""
+    answer = served.ask("POST", "/echo/a", b"{}", {"host": host})
+    assert answer[0] == 400
+    assert error_of(answer)["code"] == "unknown_host"
+    assert "x-request-id" in answer[1]
+    assert served.ask("GET", "/")[0] == 200
+    assert served.ask("GET", "/", headers={"host": host})[0] == 400
+    assert served.ask("GET", "/ready", headers={"host": host})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "host", "status"),
+    [
+        (OPEN, (), "a.example", 400),
+        (OPEN, KEYS, "a.example", 200),
+        (Settings("m", host="0.0.0.0"), (), "a.example", 200),
+        (Settings("m", host="::1"), (), "a.example", 400),
+        (Settings("m", hosts=("*",)), (), "a.example", 200),
+        (Settings("m", hosts=("A.example", "::2")), (), "a.Example:81", 200),
+        (Settings("m", hosts=("A.example", "::2")), (), "[::2]", 200),
+        (Settings("m", hosts=("A.example", "::2")), (), "localhost", 400),
+        (Settings("m", host="0.0.0.0", hosts=("a.example",)), KEYS, "b.example", 400),
+    ],
+)
+def test_names_are_those_of_the_settings(
+    settings: Settings, keys: tuple[str, ...], host: str, status: int
+) -> None:
+    with running(settings, keys) as server:
+        headers = {"host": host, "authorization": f"Bearer {KEYS[0]}"}
+        assert server.ask("GET", "/v1/models", headers=headers)[0] == status
 
 
 # Bodies -------------------------------------------------------------------------------------------
@@ -241,7 +293,7 @@ def test_other_types_are_415(served: Running, content_type: str) -> None:
 
 
 def test_no_type_is_415(served: Running) -> None:
-    answer = served.send(b"POST /echo/a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+    answer = served.send(b"POST /echo/a HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}")
     assert parsed(answer)[0] == 415
 
 
@@ -251,7 +303,7 @@ def test_compressed_bodies_are_415(served: Running, encoding: str, status: int) 
     assert answer[0] == status
 
 
-JSON_HEAD = b"POST /echo/a HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+JSON_HEAD = b"POST /echo/a HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 CHUNKED = JSON_HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
@@ -262,7 +314,7 @@ def test_a_body_may_come_in_chunks(served: Running, length: int, size: int) -> N
     body = bytes(length)
     parts = [body[start : start + size] for start in range(0, length, size)]
     framed = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    close = CHUNKED.replace(b"host", b"connection: close\r\nhost")
+    close = CHUNKED.replace(b"host:", b"connection: close\r\nhost:")
     status, _, answer = parsed(served.send(close, framed))
     assert (status, json.loads(answer)["length"]) == (200, length)
 
@@ -293,7 +345,7 @@ def test_a_body_that_does_not_come_is_408(served: Running, request_bytes: bytes)
 
 # Bytes --------------------------------------------------------------------------------------------
 
-ECHO = b"POST /echo/a HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+ECHO = b"POST /echo/a HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 AMBIGUOUS = {
     "both lengths": ECHO + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -317,15 +369,17 @@ AMBIGUOUS = {
     "HTTP/0.9": b"GET /\r\n\r\n",
     "garbage": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "a bad chunk": ECHO + b"transfer-encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n",
-    "a huge header": b"GET /health HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 5000 + b"\r\n\r\n",
-    "a huge path": b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-    "many headers": b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x-a: b\r\n" * 1000,
+    "a huge header": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: "
+    + b"a" * 5000
+    + b"\r\n\r\n",
+    "a huge path": b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "many headers": b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x-a: b\r\n" * 1000,
 }
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_ambiguous_requests_are_refused_and_the_next_is_served(served: Running, name: str) -> None:
-    hidden = b"GET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+    hidden = b"GET /hidden HTTP/1.1\r\nhost: localhost\r\n\r\n"
     answer = served.send(AMBIGUOUS[name] + hidden)
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 501"))
     assert answer.count(b"HTTP/1.1 ") <= 1  # what was hidden behind it has no answer
@@ -342,12 +396,14 @@ def test_good_requests_at_once_are_all_served(served: Running) -> None:
     """A body may hold what a head may not."""
     body = b'"\n\n\r\n content-length: 1\r\ncontent-length: 2"'
     good = ECHO + b"content-length: %d\r\n\r\n%s" % (len(body), body)
-    last = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    last = b"GET /last HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     answer = served.send(good + good + last)
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * 3
 
 
-@pytest.mark.parametrize("request_bytes", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\nx-a", b"G"])
+@pytest.mark.parametrize(
+    "request_bytes", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a", b"G"]
+)
 def test_headers_that_do_not_come_close_the_connection(
     served: Running, request_bytes: bytes
 ) -> None:
@@ -361,7 +417,7 @@ def test_slow_headers_close_the_connection_too(served: Running) -> None:
 
 
 def test_a_body_without_end_of_a_route_without_body_ends_the_connection(served: Running) -> None:
-    endless = b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    endless = b"GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = served.send(endless, *[b"1\r\n0\r\n"] * 19, pause=0.1)
     assert answer.startswith(b"HTTP/1.1 200")
 
@@ -419,6 +475,8 @@ def test_a_failure_is_a_500_in_shape_with_its_name(
     assert (answer[0], answer[1]["x-request-id"]) == (500, "mine")
     assert error_of(answer)["code"] == "internal_error"
     wait_for(lambda: "RuntimeError: inside" in caplog.text)  # for those who run the server
+    rejected = ("gkv_rejected_requests_total", "internal_error", "500")
+    wait_for(lambda: rejected in samples(served.metrics.text().decode()))
 
 
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

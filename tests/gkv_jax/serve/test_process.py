@@ -84,10 +84,10 @@ class Closing:
     """Where an engine would be: it says that it was closed."""
 
     def __init__(self) -> None:
-        self.closed = threading.Event()
+        self.closed = False
 
     def close(self) -> None:
-        self.closed.set()
+        self.closed = True
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def streaming(drain_seconds: int, ends: bool) -> Iterator[tuple[_Server, Lifecyc
     engine, lifecycle = Closing(), Lifecycle()
 
     async def events() -> AsyncIterator[str]:
-        while not (ends and engine.closed.is_set()):
+        while not (ends and engine.closed):
             yield "more\n"
             await asyncio.sleep(0.01)
         yield "the error\n"
@@ -119,7 +119,7 @@ def streaming(drain_seconds: int, ends: bool) -> Iterator[tuple[_Server, Lifecyc
             thread.join(30)
             assert not thread.is_alive()
         finally:
-            engine.closed.set()
+            engine.close()
             server.should_exit = server.force_exit = True
             thread.join()
 
@@ -127,7 +127,7 @@ def streaming(drain_seconds: int, ends: bool) -> Iterator[tuple[_Server, Lifecyc
 def reading(port: int) -> socket.socket:
     """A client that has the first bytes of its stream."""
     client = socket.create_connection(("127.0.0.1", port), timeout=30)
-    client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert client.recv(10) == b"HTTP/1.1 2"
     return client
 
@@ -155,7 +155,7 @@ def test_running_requests_end_with_an_error_that_their_clients_read() -> None:
             assert lifecycle.state == "draining"
             wait_for(lambda: is_refused(port))
             assert rest(client).endswith(b"the error\n\r\n0\r\n\r\n")
-        assert engine.closed.is_set()
+        assert engine.closed
 
 
 def test_a_server_without_requests_ends_before_its_time() -> None:
@@ -169,6 +169,67 @@ def test_a_second_signal_ends_it_at_once() -> None:
         wait_for(lambda: is_refused(port))
         server.handle_exit(signal.SIGTERM, None)
         assert not rest(client).endswith(b"0\r\n\r\n")
+
+
+def test_a_server_whose_engine_ends_ends_too(caplog: pytest.LogCaptureFixture) -> None:
+    with streaming(3600, ends=True) as (server, lifecycle, engine, port):
+        with reading(port) as client:
+            assert not server.has_failed
+            engine.close()
+            assert rest(client).endswith(b"the error\n\r\n0\r\n\r\n")
+        wait_for(lambda: lifecycle.state == "draining")
+    assert server.has_failed
+    assert "the engine has ended" in caplog.text
+
+
+FAILS = """
+import sys
+import tests.conftest
+from gkv_jax import CacheSpec, Engine, scheduler
+from gkv_jax.serve import process
+from gkv_jax.serve.settings import Settings
+from tests.gkv_jax.serve.conftest import tiny_engine
+
+engine = tiny_engine(CacheSpec(window=60))
+Engine.from_pretrained = lambda *_, **__: engine
+process.warm_up = lambda *_: None
+
+def fails(*_, **__):
+    raise RuntimeError("the device is gone")
+
+scheduler.device_loop = scheduler.init_cache = fails
+process.run(Settings("tiny", port=0, compilation_cache="", drain_seconds=60))
+"""
+
+
+def test_a_process_whose_engine_fails_says_so_and_exits_with_code_1() -> None:
+    """A client that is served learns that it failed, and a supervisor that the process should be started
+    again."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FAILS],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        timer = threading.Timer(120, running.kill)
+        timer.start()
+        try:
+            assert running.stdout is not None
+            url = running.stdout.readline().split()[-1]
+            with (
+                openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
+                pytest.raises(openai.InternalServerError),
+            ):
+                client.completions.create(model="tiny", prompt="x", max_tokens=2)
+            _, log = running.communicate()
+        finally:
+            timer.cancel()
+            running.kill()
+    assert running.returncode == 1, log
+    assert "CRITICAL gkv_jax: the engine has failed and takes no more requests" in log
+    assert "RuntimeError: the device is gone" in log
+    assert "CRITICAL gkv_jax.serve: the engine has ended" in log
 
 
 def test_a_server_that_was_told_to_end_never_gets_ready() -> None:

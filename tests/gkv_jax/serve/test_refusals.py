@@ -1,7 +1,9 @@
 """What is refused: in OpenAI's shape, naming the field and the way out, with no after-effects."""
 
+import dataclasses
 import http.client
 import json
+import re
 from typing import Any
 
 import openai
@@ -65,8 +67,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": user(5)}, "messages.0.content", "invalid_type"),
     ({"messages": user("a\0b")}, "messages.0.content", "invalid_value"),
     ({"messages": user("\ud800")}, "messages.0.content", "invalid_value"),
-    ({"messages": user([{"type": "image_url"}])}, "messages.0.content", "invalid_value"),
-    ({"messages": user([{"type": "text"}])}, "messages.0.content", "invalid_value"),
+    ({"messages": user([{"type": "image_url"}])}, "messages.0.content.0.type", "invalid_value"),
+    (
+        {"messages": user([{"type": "text"}])},
+        "messages.0.content.0.text",
+        "missing_required_parameter",
+    ),
     (
         {"messages": user("x" * (LIMITS.prompt_tokens + 1))},
         "messages",
@@ -79,7 +85,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "1"}, "temperature", "invalid_type"),
     ({"top_p": 0}, "top_p", "invalid_value"),
     ({"top_p": 1.1}, "top_p", "invalid_value"),
-    ({"top_k": -1}, "top_k", "invalid_value"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
     ({"min_p": 2}, "min_p", "invalid_value"),
     ({"seed": 2**63}, "seed", "invalid_value"),
     ({"seed": 1.5}, "seed", "invalid_type"),
@@ -108,11 +114,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prediction": {"content": "a"}}, "prediction.type", "missing_required_parameter"),
     ({"prediction": {"type": "text", "content": "a"}}, "prediction.type", "invalid_value"),
     ({"prediction": predicted(5)}, "prediction.content", "invalid_type"),
-    ({"prediction": predicted([{"type": "image"}])}, "prediction.content", "invalid_value"),
+    ({"prediction": predicted([{"type": "image"}])}, "prediction.content.0.type", "invalid_value"),
     ({"prediction": predicted("")}, "prediction", "invalid_value"),
     ({"prediction": predicted([])}, "prediction", "invalid_value"),
     (
-        {"prediction": predicted("x" * (LIMITS.completion_tokens + 1))},
+        {"prediction": predicted("x" * (MAX_PREDICTION_TOKENS + 1))},
         "prediction",
         "invalid_value",
     ),
@@ -131,13 +137,72 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"not": {}}, "empty_language"),
 ]
 
+# Fields of several types, and values that no type of theirs takes, or that one of them takes in part.
+BAD_MEMBERS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/completions", {"prompt": 5}, "prompt", "invalid_type"),
+    ("/v1/completions", {"prompt": {}}, "prompt", "invalid_type"),
+    ("/v1/completions", {"prompt": None}, "prompt", "invalid_type"),
+    ("/v1/completions", {"prompt": []}, "prompt", "invalid_value"),
+    ("/v1/completions", {"prompt": "a\0"}, "prompt", "invalid_value"),
+    ("/v1/completions", {"prompt": [1, -2]}, "prompt.1", "invalid_value"),
+    ("/v1/completions", {"prompt": [1, "a"]}, "prompt.1", "invalid_type"),
+    ("/v1/completions", {"prompt": [True]}, "prompt.0", "invalid_type"),
+    ("/v1/completions", {"prompt": ["a", 1]}, "prompt.1", "invalid_type"),
+    ("/v1/completions", {"prompt": ["a", "b\0"]}, "prompt.1", "invalid_value"),
+    ("/v1/completions", {"prompt": [[1], []]}, "prompt.1", "invalid_value"),
+    ("/v1/completions", {"prompt": [[1], [2, 1.5]]}, "prompt.1.1", "invalid_type"),
+    ("/v1/completions", {"prompt": [[1], "a"]}, "prompt.1", "invalid_type"),
+    ("/v1/completions", {"guided_json": 5}, "guided_json", "invalid_type"),
+    ("/v1/completions", {"stop": [5]}, "stop.0", "invalid_type"),
+    ("/v1/chat/completions", {"guided_json": [1]}, "guided_json", "invalid_type"),
+    (
+        "/v1/chat/completions",
+        {"structured_outputs": {"json": 5}},
+        "structured_outputs.json",
+        "invalid_type",
+    ),
+    (
+        "/v1/chat/completions",
+        {"structured_outputs": {"structural_tag": []}},
+        "structured_outputs.structural_tag",
+        "invalid_type",
+    ),
+    ("/v1/chat/completions", {"tool_choice": 5}, "tool_choice", "invalid_type"),
+    ("/v1/chat/completions", {"tool_choice": {"type": 5}}, "tool_choice.type", "invalid_value"),
+    ("/v1/chat/completions", {"messages": user([5])}, "messages.0.content.0", "invalid_type"),
+    (
+        "/v1/chat/completions",
+        {"messages": user([{"type": "text", "text": 5}])},
+        "messages.0.content.0.text",
+        "invalid_type",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": user([{"type": "text", "text": "a", "image": 5}])},
+        "messages.0.content.0.image",
+        "unknown_parameter",
+    ),
+    ("/v1/responses", {"input": 5}, "input", "invalid_type"),
+    ("/v1/responses", {"input": [5]}, "input.0", "invalid_type"),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input.0.content.0.type",
+        "invalid_value",
+    ),
+    ("/v1/responses", {"tool_choice": 5}, "tool_choice", "invalid_type"),
+    ("/v1/guide/check", {"guided_json": 5}, "guided_json", "invalid_type"),
+]
+
 BAD_BODIES = [b"", b"{", b"[" * 50_000, b"\xff\xfe", b"null", b"[1]", b'{"a": 1', b"9" * 50_000]
 
 
-def post(served: Served, body: bytes, **headers: str) -> tuple[int, Any]:
+def post(
+    served: Served, body: bytes, path: str = "/v1/chat/completions", **headers: str
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     headers = {"Content-Type": "application/json"} | headers
-    connection.request("POST", "/v1/chat/completions", body, headers)
+    connection.request("POST", path, body, headers)
     response = connection.getresponse()
     status, answer = response.status, json.loads(response.read())
     connection.close()
@@ -163,6 +228,52 @@ def test_bad_field(served: Served, fields: dict[str, Any], param: str, code: str
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert (error["param"], error["code"]) == (param, code)
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "code"), BAD_MEMBERS)
+def test_a_field_of_several_types_names_the_place_and_no_type(
+    served: Served, path: str, fields: dict[str, Any], param: str, code: str
+) -> None:
+    fitting = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": HI},
+        "/v1/responses": {"input": "hi"},
+        "/v1/guide/check": {},
+    }
+    body = {"model": MODEL} | fitting[path] | fields
+    status, answer = post(served, json.dumps(body).encode(), path)
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, param, code)
+    assert re.fullmatch(r"[\w.\-]+", param)
+    assert not re.search(r"\[|validator|\bdict\b", error["message"].removeprefix("Invalid value"))
+
+
+def test_minus_one_keeps_all_tokens(served: Served) -> None:
+    """What vLLM's clients send."""
+    fields: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 5}
+    texts = {
+        served.chat(**fields, extra_body={"top_k": value}).choices[0].message.content
+        for value in (-1, 0)
+    }
+    assert len(texts) == 1
+
+
+def test_more_answers_than_a_request_may_have(served: Served) -> None:
+    limits = dataclasses.replace(LIMITS, choices=9, answers=6)
+    with serving(served.engine, limits) as few:
+        for fields, param in [
+            ({"prompt": ["a"] * 7}, "prompt"),
+            ({"prompt": ["a"] * 2, "n": 4}, "prompt"),
+            ({"prompt": "a", "n": 7}, "n"),
+        ]:
+            body = {"model": MODEL, "max_tokens": 1} | fields
+            status, answer = post(few, json.dumps(body).encode(), "/v1/completions")
+            error = answer["error"]
+            assert (status, error["param"], error["code"]) == (400, param, "invalid_value")
+            assert "send fewer" in error["message"]
+        body = {"model": MODEL, "max_tokens": 1, "prompt": ["a"] * 3, "n": 2}
+        status, answer = post(few, json.dumps(body).encode(), "/v1/completions")
+        assert (status, len(answer["choices"])) == (200, 6)
 
 
 def test_what_sampling_refuses_names_its_field() -> None:

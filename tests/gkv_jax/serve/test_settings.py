@@ -97,18 +97,25 @@ def test_flags_override_the_file(config: Any) -> None:
 
 def test_every_table_reaches_its_field(config: Any) -> None:
     path = config(
-        'model = "a"\nmodel_name = "b"\ncompilation_cache = ""\ndrain_seconds = 0\n'
+        'model = "a"\nmodel_name = "b"\nhosts = ["a.org", "::1"]\ncompilation_cache = ""\ndrain_seconds = 0\n'
         "[limits]\nheader_bytes = 1\nschema_bytes = 2\nrequest_seconds = 3\nbody_seconds = 4\n"
-        "connections = 5\nchoices = 6\n[queue]\nsize = 0\n"
+        "connections = 5\nchoices = 6\nanswers = 7\n[queue]\nsize = 0\n"
         '[auth]\nkeys_file = "k"\nkeys_env = "K"\nmetrics_open = true\n'
         '[cors]\norigins = ["https://a.org", "http://b:81", "*"]\n[log]\nformat = "json"'
     )
     limits = Limits(
-        header_bytes=1, schema_bytes=2, request_seconds=3, body_seconds=4, connections=5, choices=6
+        header_bytes=1,
+        schema_bytes=2,
+        request_seconds=3,
+        body_seconds=4,
+        connections=5,
+        choices=6,
+        answers=7,
     )
     assert load_settings(path, {"log": {"level": "debug", "format": None}}) == Settings(
         "a",
         model_name="b",
+        hosts=("a.org", "::1"),
         compilation_cache="",
         drain_seconds=0,
         limits=limits,
@@ -229,6 +236,13 @@ def test_draft_and_verify_reach_the_engine(
         ('model = "a"\n[limits]\nprompt_tokens = 0', "limits.prompt_tokens"),
         ('model = "a"\n[limits]\ncompletion_tokens = 1', "limits.default_completion_tokens"),
         ('model = "a"\nport = 70000', "port is 70000"),
+        ('model = "a"\nhosts = "a.org"', "hosts is 'a.org'; write a list"),
+        ('model = "a"\nhosts = ["http://a.org"]', "hosts has 'http://a.org'; write a name"),
+        ('model = "a"\nhosts = ["a.org:80"]', "hosts has 'a.org:80'"),
+        ('model = "a"\nhosts = ["[::1]"]', "without scheme, brackets and port"),
+        ('model = "a"\nhosts = [""]', "hosts has ''"),
+        ('model = "a"\nhosts = [1]', "hosts has 1"),
+        ('model = "a"\n[limits]\nanswers = 0', "limits.answers is 0"),
         ('model = "a"\nslots = true', "slots is True"),
         ('model = "a"\nloop = "fast"', "loop is 'fast'"),
         ('model = "a"\nverify = "never"', "verify is 'never'"),

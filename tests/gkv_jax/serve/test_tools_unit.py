@@ -1,7 +1,9 @@
 """Tool calls without a server: reading answers, writing prompts, and what is enforced."""
 
+import gc
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.tools import (
-    Answer,
+    AnswerEvent,
     CallArguments,
     CallBegins,
     CallEnds,
-    Content,
     Conversation,
-    Event,
+    ReadAnswer,
     TemplateStyle,
+    TextDelta,
     Tool,
     ToolCallField,
     ToolCallParser,
@@ -44,12 +46,12 @@ def call(name: str, arguments: str) -> str:
 NASTY = '{"a": "}\\n</tool_call> \\" <tool_call> {\\\\", "b": [1.5e-3, {"é": null}]}'
 
 
-def stream(pieces: Sequence[str]) -> list[Event]:
+def stream(pieces: Sequence[str]) -> list[AnswerEvent]:
     parser = ToolCallParser()
     return [*(event for piece in pieces for event in parser.push(piece)), *parser.finish()]
 
 
-def said(answer: Answer) -> tuple[str, list[tuple[str, str, bool]]]:
+def said(answer: ReadAnswer) -> tuple[str, list[tuple[str, str, bool]]]:
     """An answer without its random ids."""
     return answer.content, [(one.name, one.arguments, one.complete) for one in answer.calls]
 
@@ -108,9 +110,9 @@ PLACES = st.lists(st.integers(0), max_size=6)
 )
 @example(text='<tool_call>{"name": "f", "arguments": {"a<tool_call>{"no', places=[])
 def test_where_a_text_is_cut_makes_no_difference(text: str, places: list[int]) -> None:
-    whole = said(Answer.read(text))
-    assert said(Answer.of(stream(cut(text, places)))) == whole
-    assert said(Answer.of(stream(list(text)))) == whole
+    whole = said(ReadAnswer.read(text))
+    assert said(ReadAnswer.of(stream(cut(text, places)))) == whole
+    assert said(ReadAnswer.of(stream(list(text)))) == whole
 
 
 @given(text=COMPLETE | CUT_OFF | MALFORMED)
@@ -121,7 +123,7 @@ def test_where_a_text_is_cut_makes_no_difference(text: str, places: list[int]) -
 )
 @example(text='<tool_call>{"name":"f","arguments":{"a": NaN}}</tool_call>')
 def test_an_answer_is_what_parse_tool_calls_says(text: str) -> None:
-    answer = Answer.read(text)
+    answer = ReadAnswer.read(text)
     content, calls = parse_tool_calls(text)
     assert [(one.name, one.arguments) for one in answer.calls if one.complete] == calls
     if all(one.complete for one in answer.calls):
@@ -137,7 +139,7 @@ def test_events_come_in_order(text: str, places: list[int]) -> None:
     ids = set()
     for event in stream(cut(text, places)):
         match event:
-            case Content(piece):
+            case TextDelta(piece):
                 assert piece
                 assert open_call is None
             case CallBegins(index, id_, _):
@@ -158,8 +160,8 @@ def test_events_come_in_order(text: str, places: list[int]) -> None:
 
 def test_arguments_are_sent_as_they_come_and_the_end_of_the_call_is_not() -> None:
     parser = ToolCallParser()
-    assert parser.push("So") == [Content("So")]
-    assert parser.push(". \n<tool") == [Content(".")]
+    assert parser.push("So") == [TextDelta("So")]
+    assert parser.push(". \n<tool") == [TextDelta(".")]
     assert parser.push('_call>\n{"name": "f", "argu') == []
     assert parser.push('ments": ') == []
     begins, arguments = parser.push("{")
@@ -178,7 +180,7 @@ def test_arguments_are_sent_as_they_come_and_the_end_of_the_call_is_not() -> Non
         assert parser.push(piece) == [CallArguments(0, piece)]
     assert parser.push(" \n") == []
     # No call ends like this: from here on it is text, which goes on behind "So.".
-    assert parser.push('"') == [Content(' \n \n"')]
+    assert parser.push('"') == [TextDelta(' \n \n"')]
     assert parser.finish() == []
 
 
@@ -189,7 +191,7 @@ def test_a_whole_call_piece_by_piece() -> None:
     assert parser.push("}\n</to") == []
     assert parser.push("ol_call>") == [CallEnds(0)]
     assert parser.push("\n<") == []
-    assert parser.push("b") == [Content("<b")]
+    assert parser.push("b") == [TextDelta("<b")]
     assert parser.push(" \n") == []
     assert parser.finish() == []
 
@@ -225,22 +227,25 @@ def test_a_whole_call_piece_by_piece() -> None:
 def test_reading_answers(
     text: str, content: str | None, calls: list[tuple[str, str, bool]]
 ) -> None:
-    assert said(Answer.read(text)) == (text if content is None else content, calls)
+    assert said(ReadAnswer.read(text)) == (text if content is None else content, calls)
 
 
 def test_the_finish_reason() -> None:
-    whole, part = Answer.read(call("f", "{}")), Answer.read(call("f", "{}") + call("g", "{}")[:-1])
+    whole, part = (
+        ReadAnswer.read(call("f", "{}")),
+        ReadAnswer.read(call("f", "{}") + call("g", "{}")[:-1]),
+    )
     assert whole.finish_reason("stop") == "tool_calls"
     assert whole.finish_reason("length") == part.finish_reason("length") == "length"
     assert part.finish_reason("stop") == "stop"
-    assert Answer.read("hello").finish_reason("stop") == "stop"
+    assert ReadAnswer.read("hello").finish_reason("stop") == "stop"
 
 
 def test_reading_takes_linear_time_of_texts_that_look_like_calls() -> None:
     """Going back to the start of each would take minutes."""
     for unit in ('<tool_call>{"name":"f","arguments":{"', "<tool_call>", '{"a":', "<tool_call>{ "):
         text = '<tool_call>{"name":"f","arguments":' * (unit == '{"a":') + unit * 5_000
-        assert len(Answer.read(text).calls) in (0, 1, 5_000)
+        assert len(ReadAnswer.read(text).calls) in (0, 1, 5_000)
 
 
 VALUES = st.recursive(
@@ -352,6 +357,17 @@ def test_what_a_template_makes_of_tools(template: Any, style: TemplateStyle) -> 
     assert TemplateStyle.of(tokenizer(template)) == style
 
 
+def test_what_is_remembered_of_a_template_goes_with_its_tokenizer() -> None:
+    made = tokenizer(OBJECTS)
+    assert TemplateStyle.of(made).knows_tools
+    made.chat_template = "{{ messages }}"
+    assert not TemplateStyle.of(made).knows_tools
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize("template", [OBJECTS, TEXTS], ids=["objects", "texts"])
 def test_a_template_that_knows_tools_gets_them(template: str) -> None:
     talk = Conversation.of(TALK, TOOLS, None, None, tokenizer=tokenizer(template))
@@ -398,7 +414,10 @@ def test_a_template_that_does_not_know_tools_gets_text() -> None:
 def test_written_calls_are_those_that_are_read(calls: list[str], content: str) -> None:
     turn = calling(*((str(n), "f", one) for n, one in enumerate(calls)), content=content)
     ((written,), _) = vars(render([turn], None, TemplateStyle())).values()
-    assert said(Answer.read(written["content"])) == (content, [("f", one, True) for one in calls])
+    assert said(ReadAnswer.read(written["content"])) == (
+        content,
+        [("f", one, True) for one in calls],
+    )
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -589,7 +608,7 @@ def test_a_document_or_calls_but_no_mixture(
     found = tools_constraint(TOOLS, "auto", None, constraint(own))
     for text in [*members, RAIN, f"{RAIN}\n{NOON}"]:
         assert allows(found, text), text
-        assert said(Answer.read(text))[0] == ("" if text.startswith("<tool_call>") else text)
+        assert said(ReadAnswer.read(text))[0] == ("" if text.startswith("<tool_call>") else text)
     one = members[0]
     for text in [*others, one + RAIN, f"{RAIN}\n{one}", one + one, f"hi {RAIN}", f"{RAIN}\n"]:
         assert not allows(found, text), text

@@ -1,0 +1,1 @@
+"""A server under many clients, beside the engine alone; and what guided neighbours cost a stream."""
