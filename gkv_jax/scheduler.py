@@ -228,7 +228,8 @@ class Scheduler:
         """Read waiting prompts: all of them while nobody decodes, else for one turn.
 
         A turn reads as many tokens as a chunk has, short prompts together or a part of a long one, and
-        one call of the device at least. Then it is the turn of the decode loop, for as long.
+        one call of the device at least. Then it is the turn of the decode loop: for as long, or for less
+        where more requests are to be read into slots than decode in them, in proportion.
         """
         inbox, session = self.inbox, self._session
         if session.any_active and time.perf_counter() < inbox.next_turn:
@@ -241,7 +242,10 @@ class Scheduler:
             self._go_on(reading)
             self._drop_cancelled()
         if has_read:
-            inbox.next_turn = 2 * time.perf_counter() - began
+            now, free = time.perf_counter(), len(session.free_slots)
+            to_read = min(free, len(inbox.waiting) + (inbox.reading is not None))
+            share = min(1.0, (self.slots - free) / max(to_read, 1))
+            inbox.next_turn = now + share * (now - began)
 
     def _present_reading(self) -> Reading | None:
         """What is being read: if nothing, the first of those that wait, where a slot is free for it."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import openai
 
 from benchmarks.serve_load.workload import SCHEMAS, Task
-from gkv_jax import Engine, Guide, Sampling, UserError
+from gkv_jax import Guide, Sampling, UserError
 from gkv_jax.serve.generation import warm_up
-from gkv_jax.serve.process import use_compilation_cache
+from gkv_jax.serve.process import load_engine, use_compilation_cache
 from gkv_jax.serve.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,15 +97,7 @@ def main() -> None:
     settings = load_settings(Path(sys.argv[1]), {})
     tasks = [Task(**fields) for fields in json.load(sys.stdin)]
     use_compilation_cache(settings.compilation_cache)
-    with Engine.from_pretrained(
-        settings.model,
-        cache=settings.cache,
-        slots=settings.slots,
-        loop=settings.loop,
-        quantize=settings.quantize,
-        draft=settings.draft,
-        verify=settings.verify,
-    ) as engine:
+    with load_engine(settings) as engine:
         warm_up(engine, settings.limits)
         guides = [
             None if task.schema is None else Guide.json_schema(SCHEMAS[task.schema], strict=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import jsonschema
 
-PROMPT_WORDS = 10, 1000
-"""Shortest and longest; with the chat template some 20 to 1500 tokens."""
+PROMPT_WORDS = 10, 500
+"""Shortest and longest; with the chat template some 20 to 750 tokens."""
 MAX_TOKENS = 16, 128
 
 _WORDS = re.findall(

@@ -101,15 +101,7 @@ def run(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _exit)
         use_compilation_cache(settings.compilation_cache)
-        with Engine.from_pretrained(
-            settings.model,
-            cache=settings.cache,
-            slots=settings.slots,
-            loop=settings.loop,
-            quantize=settings.quantize,
-            draft=settings.draft,
-            verify=settings.verify,
-        ) as engine:
+        with load_engine(settings) as engine:
             warm_up(engine, settings.limits)
             try:
                 listener.listen()
@@ -134,6 +126,23 @@ def run(settings: Settings) -> None:
             server.run(sockets=[listener])
             if server.has_failed:
                 raise SystemExit(1)
+
+
+def load_engine(settings: Settings) -> Engine:
+    """The engine that settings ask for; whoever calls this closes it.
+
+    Raises:
+      UserError: the model cannot be served.
+    """
+    return Engine.from_pretrained(
+        settings.model,
+        cache=settings.cache,
+        slots=settings.slots,
+        loop=settings.loop,
+        quantize=settings.quantize,
+        draft=settings.draft,
+        verify=settings.verify,
+    )
 
 
 def server_config(app: Any, settings: Settings) -> uvicorn.Config:

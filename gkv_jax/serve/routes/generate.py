@@ -7,9 +7,10 @@ import fastapi
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from gkv_jax.serve.generation import Answer
 from gkv_jax.serve.protocol.chat import ChatCompletionRequest
 from gkv_jax.serve.protocol.completions import CompletionRequest
-from gkv_jax.serve.protocol.formats import Constrained, Constraint
+from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.replies.chat import ChatCompletion, ChatReply
 from gkv_jax.serve.replies.completions import Completion, CompletionReply
 from gkv_jax.serve.replies.events import EventStream
@@ -51,10 +52,7 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
             include_usage=asked.include_usage,
             positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
         )
-        if asked.stream:
-            return _warned(EventStream(answer, reply), asked)
-        results = await answer.results(http)
-        return _warned(await whole(lambda: reply.completion(results)), asked)
+        return await _tell(answer, reply, asked, http)
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMS | ERRORS)
     async def completions(asked: CompletionRequest, http: fastapi.Request) -> Any:
@@ -80,10 +78,7 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
             include_usage=asked.include_usage,
             positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
         )
-        if asked.stream:
-            return _warned(EventStream(answer, reply), asked)
-        results = await answer.results(http)
-        return _warned(await whole(lambda: reply.completion(results)), asked)
+        return await _tell(answer, reply, asked, http)
 
 
 def _read(asked: ChatCompletionRequest, service: Service) -> tuple[Conversation, Constraint | None]:
@@ -98,8 +93,19 @@ def _read(asked: ChatCompletionRequest, service: Service) -> tuple[Conversation,
     return talk, talk.constraint(asked.constraint())
 
 
-def _warned(response: Response, asked: Constrained) -> Response:
-    """The response, with a warning if fields were translated."""
+async def _tell(
+    answer: Answer,
+    reply: ChatReply | CompletionReply,
+    asked: ChatCompletionRequest | CompletionRequest,
+    http: fastapi.Request,
+) -> Response:
+    """The response, as a stream or whole, with a warning if fields were translated."""
+    response: Response
+    if asked.stream:
+        response = EventStream(answer, reply)
+    else:
+        results = await answer.results(http)
+        response = await whole(lambda: reply.completion(results))
     for name in asked.legacy_fields:
         text = f'299 gkv_jax "{name} is an old name; use structured_outputs"'
         response.headers.append("Warning", text)
