@@ -34,8 +34,8 @@ class Engine:
     """Guided generation with a bounded cache.
 
     One engine thread owns the device. Requests get free slots in the order in which they came, and
-    their prompts are read chunk by chunk. While others decode, reading and decoding take turns, each
-    for as long as the other: so a stream waits for a chunk at most, and a long prompt gets on.
+    their prompts are read chunk by chunk. While others decode, reading and decoding take turns: so a
+    stream waits for a chunk at most, and a long prompt gets half of the time at least.
     Any thread may submit requests.
 
     Use as a context manager, or call ``close``.
