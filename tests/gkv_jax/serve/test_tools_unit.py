@@ -662,7 +662,6 @@ OWN = constraint(Guide.json())
             "backend is 'llguidance'",
         ),
     ],
-    ids=str,
 )
 def test_contradictions_are_refused(fields: Any, param: str, message: str) -> None:
     with pytest.raises(ApiError) as info:
