@@ -1,6 +1,9 @@
 """Strict numerics for every test: silent dtype or rank promotion is an error, and so is a warning."""
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Before JAX exists: tests run on the CPU, and tokenizers must not fork under JAX's threads.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -8,6 +11,20 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu compiles without looking for a TPU
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+MANY_MAPS = 20_000
+"""Each compiled program takes some memory maps, of which Linux gives a process 65 530."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """Compiled programs are shared between test files until there are very many of them."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        gc.collect()
+        jax.clear_caches()
