@@ -270,8 +270,13 @@ def test_a_fill_that_never_comes_back_while_drafting(
     with make(draft=draft, loop=loop, backend=backend, watchdog_s=0.3) as engine:
         (expected,) = engine.generate("Once", sampling=Sampling(max_tokens=20))
         stuck = engine.prepare("x", Guide.regex("ignored"))
-        source = _At(1, lambda: engine.submit(stuck))
-        beside = engine.prepare("Once", sampling=Sampling(max_tokens=20), drafts=source)
+
+        def arrive() -> None:
+            # However long the first prompt took to be compiled for.
+            engine._scheduler.inbox.next_turn = 0.0
+            engine.submit(stuck)
+
+        beside = engine.prepare("Once", sampling=Sampling(max_tokens=20), drafts=_At(1, arrive))
         monkeypatch.setattr(_FillWorker, "wait", counted)
         engine.submit(beside)
         assert isinstance(beside.result().error, GrammarTimeout)
