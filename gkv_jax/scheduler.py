@@ -29,12 +29,15 @@ logger = logging.getLogger("gkv_jax")
 
 Loop = Literal["device", "host"]
 
+LONGEST_TURN_S = 1.0
+"""The longest turn of the decode loop while prompts wait. A call that had to compile first took longer."""
+
 
 class Scheduler:
     """Serves requests from an inbox, in a thread that alone uses the cache, session and sampling rows.
 
     Requests get free slots in the order in which they came, and their prompts are read chunk by chunk.
-    While others decode, reading and decoding take turns, each for as long as the other.
+    While others decode, reading and decoding take turns (see ``_read_on``).
 
     Attributes:
       model, spec, slots, loop, head, drafting: as in ``Engine``; ``drafting`` is its draft model at work.
@@ -228,8 +231,9 @@ class Scheduler:
         """Read waiting prompts: all of them while nobody decodes, else for one turn.
 
         A turn reads as many tokens as a chunk has, short prompts together or a part of a long one, and
-        one call of the device at least. Then it is the turn of the decode loop: for as long, or for less
-        where more requests are to be read into slots than decode in them, in proportion.
+        one call of the device at least. Then it is the turn of the decode loop: for as long (but not
+        longer than ``LONGEST_TURN_S``), or for less where more requests are to be read into slots than
+        decode in them, in proportion.
         """
         inbox, session = self.inbox, self._session
         if session.any_active and time.perf_counter() < inbox.next_turn:
@@ -245,7 +249,7 @@ class Scheduler:
             now, free = time.perf_counter(), len(session.free_slots)
             to_read = min(free, len(inbox.waiting) + (inbox.reading is not None))
             share = min(1.0, (self.slots - free) / max(to_read, 1))
-            inbox.next_turn = now + share * (now - began)
+            inbox.next_turn = now + min(share * (now - began), LONGEST_TURN_S)
 
     def _present_reading(self) -> Reading | None:
         """What is being read: if nothing, the first of those that wait, where a slot is free for it."""

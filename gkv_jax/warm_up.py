@@ -64,7 +64,7 @@ def _compile_together(scheduler: Scheduler, lengths: Iterable[int]) -> None:
     cache = scheduler.cache_shapes()
     widths = [1, *([spec.queries] if spec.max_drafts else [])]
     calls = {
-        call.size: call
+        (call.size, len(call.at)): call  # a chunk and a whole prompt of one size are two programs
         for length in lengths
         for call in reading(params, (0,) * (length - 1), 0, model=model, spec=spec)
     }

@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._stalled: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
 

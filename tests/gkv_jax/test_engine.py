@@ -356,8 +356,8 @@ def test_bad_requests_are_results_not_exceptions(engine: Engine, alone: list[Any
     with pytest.raises(UserError, match="sampling has 2 entries for 1 prompts"):
         engine.generate("x", sampling=[Sampling(), Sampling()])
     with pytest.raises(UserError, match="prompts is"):
-        engine.generate({"role": "user", "content": "x"})  # type: ignore[arg-type]
-    assert "guide is 'abc'" in str(engine.generate("x", guide="abc")[0].error)  # type: ignore[arg-type]
+        engine.generate({"role": "user", "content": "x"})
+    assert "guide is 'abc'" in str(engine.generate("x", guide="abc")[0].error)
     request = engine.prepare("x")
     engine.submit(request)
     request.result()

@@ -68,7 +68,7 @@ def test_requests_may_share_a_compiled_grammar(engine: Engine) -> None:
     with pytest.raises(UserError, match="backend is 'xgrammar', but the guide is compiled"):
         engine.prepare("x", grammar, backend="xgrammar")
     with pytest.raises(UserError, match="guide is 'abc'; give a Guide, or a compiled Grammar"):
-        engine.prepare("x", "abc")  # type: ignore[arg-type]
+        engine.prepare("x", "abc")
 
 
 # Gauges -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from gkv_jax import CacheSpec, DraftModel, Engine, Guide, Sampling
 from gkv_jax.bridge import Session
 from gkv_jax.cache import Cache, init_cache
 from gkv_jax.decode import device_loop
-from gkv_jax.prefill import prefill_chunk, read_prompt, reading
+from gkv_jax.prefill import Call, prefill_chunk, read_prompt, reading
 from gkv_jax.request import Request, RequestCancelled
 from gkv_jax.sampling import greedy_rows
 from gkv_jax.text import TextStream
@@ -140,6 +141,28 @@ def test_others_decode_between_the_chunks_of_a_long_prompt(
     chunks = [at for at, event in enumerate(events) if event == "chunk"]
     assert len(chunks) == -(-(len(TOKENIZER.encode(LONG)) - 1) // SPEC.prefill_chunk)
     assert all("step" in events[a:b] for a, b in itertools.pairwise(chunks))
+
+
+def test_a_slow_chunk_does_not_keep_the_next_one_waiting_for_long(
+    engine: Engine, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading takes as long as it takes, a first compile say; the loop's turn has a limit."""
+    run = Call.run
+
+    def slow(call: Call, cache: Cache) -> Cache:
+        time.sleep(0.2)
+        return run(call, cache)
+
+    monkeypatch.setattr(Call, "run", slow)
+    monkeypatch.setattr("gkv_jax.scheduler.LONGEST_TURN_S", 0.0)
+    neighbour = start_endless(engine)
+    events.clear()
+    engine.generate(LONG, sampling=SAMPLING)
+    end(neighbour)
+    chunks = [at for at, event in enumerate(events) if event == "chunk"]
+    assert [b - a for a, b in itertools.pairwise(chunks)] == [2] * (
+        len(chunks) - 1
+    )  # one step each
 
 
 def test_nobody_decodes_and_chunks_follow_each_other(engine: Engine, events: list[str]) -> None:

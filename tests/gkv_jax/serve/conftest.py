@@ -54,20 +54,34 @@ def serving(engine: Engine, limits: Limits, **options: Any) -> Iterator[Served]:
     app = create_app(engine, model=MODEL, limits=limits, **options)
     settings = Settings(MODEL, limits=limits)
     install(app, settings, observer=app.state.metrics)
+    with in_thread(app, settings) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            yield Served(engine, port, client)
+
+
+@contextlib.contextmanager
+def in_thread(app: Any, settings: Settings) -> Iterator[int]:
+    """An ASGI application, served as the process serves it, by a thread; its port."""
     server = uvicorn.Server(server_config(app, settings))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         wait_for(lambda: server.started)
-        url = f"http://127.0.0.1:{port}/v1"
         try:
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-                yield Served(engine, port, client)
+            yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join()
+
+
+def read_all(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := client.recv(65536):
+            received += data
+    return received
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:

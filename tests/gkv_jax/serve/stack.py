@@ -11,22 +11,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import uvicorn
 
 from gkv_jax import Engine
 from gkv_jax.serve import process
 from gkv_jax.serve.app import create_app
 from gkv_jax.serve.generation import warm_up
 from gkv_jax.serve.middleware import install
-from gkv_jax.serve.process import server_config
 from gkv_jax.serve.settings import Limits, Queue, Settings
-from tests.gkv_jax.serve.conftest import MODEL, tiny_engine, wait_for
+from tests.gkv_jax.serve.conftest import MODEL, in_thread, tiny_engine, wait_for
 from tests.gkv_jax.serve.test_metrics import samples
 
 ROOT = Path(__file__).parents[3]
@@ -148,16 +144,8 @@ def in_process(engine: Engine, settings: Settings) -> Iterator[Stack]:
     warm_up(engine, settings.limits)
     app = create_app(engine, model=MODEL, limits=settings.limits, queue_size=settings.queue.size)
     install(app, settings)
-    server = uvicorn.Server(server_config(app, settings))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        wait_for(lambda: server.started)
-        try:
-            yield Stack(listener.getsockname()[1], settings)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with in_thread(app, settings) as port:
+        yield Stack(port, settings)
 
 
 @contextlib.contextmanager

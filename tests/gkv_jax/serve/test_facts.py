@@ -115,7 +115,7 @@ def test_a_guide_can_be_checked_without_an_answer(served: Served) -> None:
 
 def test_the_model_says_how_it_is_served(served: Served) -> None:
     (model,) = served.client.models.list().data
-    facts = model.model_extra["gkv"]  # type: ignore[index]
+    facts = model.model_extra["gkv"]
     assert facts["slots"] == served.engine.slots
     assert facts["cache"]["window"] == served.engine.spec.window
     assert facts["limits"]["prompt_tokens"] == LIMITS.prompt_tokens

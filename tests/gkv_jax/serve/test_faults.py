@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.gkv_jax.serve.conftest import MODEL, wait_for
+from tests.gkv_jax.serve.conftest import MODEL, read_all, wait_for
 from tests.gkv_jax.serve.stack import SLOTS, Answer, Stack, request_bytes, small, subprocess_of
 from tests.gkv_jax.tiny import STOP
 
@@ -44,14 +44,6 @@ def asked(tokens: int = 4, **fields: Any) -> dict[str, Any]:
 
 def head(**fields: Any) -> bytes:
     return request_bytes(CHAT, asked(**fields)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-
-
-def read_all(client: socket.socket) -> bytes:
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while data := client.recv(65536):
-            received += data
-    return received
 
 
 def reset(client: socket.socket) -> None:

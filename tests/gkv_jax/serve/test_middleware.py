@@ -7,14 +7,12 @@ import logging
 import re
 import socket
 import string
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import fastapi
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
@@ -22,9 +20,8 @@ from starlette.responses import StreamingResponse
 from gkv_jax.serve.connection import fault_in_head
 from gkv_jax.serve.metrics import Metrics
 from gkv_jax.serve.middleware import CLIENT_LEFT, ApiKeys, install
-from gkv_jax.serve.process import server_config
 from gkv_jax.serve.settings import Auth, Cors, Limits, Settings
-from tests.gkv_jax.serve.conftest import wait_for
+from tests.gkv_jax.serve.conftest import in_thread, read_all, wait_for
 from tests.gkv_jax.serve.test_metrics import samples
 
 KEYS = ("a-key-of-some-length", "another-key-of-some-length")
@@ -89,14 +86,6 @@ class Running:
         return parsed(self.send(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + (body or b"")))
 
 
-def read_all(client: socket.socket) -> bytes:
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while data := client.recv(65536):
-            received += data
-    return received
-
-
 def parsed(answer: bytes) -> Answer:
     head, _, body = answer.partition(b"\r\n\r\n")
     status, *lines = head.decode().split("\r\n")
@@ -114,16 +103,8 @@ def error_of(answer: Answer) -> dict[str, Any]:
 def running(settings: Settings, keys: tuple[str, ...] = ()) -> Iterator[Running]:
     app, metrics = small_app(), Metrics()
     install(app, settings, keys=keys, observer=metrics)
-    server = uvicorn.Server(server_config(app, settings))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        wait_for(lambda: server.started)
-        try:
-            yield Running(listener.getsockname()[1], metrics)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with in_thread(app, settings) as port:
+        yield Running(port, metrics)
 
 
 @pytest.fixture(scope="module")

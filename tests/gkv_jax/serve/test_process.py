@@ -24,7 +24,7 @@ from starlette.routing import Route
 from gkv_jax.serve.lifecycle import Lifecycle
 from gkv_jax.serve.process import _Server, server_config
 from gkv_jax.serve.settings import Settings
-from tests.gkv_jax.serve.conftest import wait_for
+from tests.gkv_jax.serve.conftest import read_all, wait_for
 
 ROOT = Path(__file__).parents[3]
 MODEL = "smollm2-135m-instruct"
@@ -75,7 +75,7 @@ def test_waiting_for_the_engine_to_close_does_not_stop_the_server(
         answered.set()
 
     monkeypatch.setattr(uvicorn.Server, "shutdown", answer)
-    server = _Server(uvicorn.Config(lambda: None), Busy(), Lifecycle(), 0)  # type: ignore[arg-type]
+    server = _Server(uvicorn.Config(lambda: None), Busy(), Lifecycle(), 0)
     asyncio.run(server.shutdown())
     assert in_time == [True]
 
@@ -106,7 +106,7 @@ def streaming(drain_seconds: int, ends: bool) -> Iterator[tuple[_Server, Lifecyc
 
     app = Starlette(routes=[Route("/", stream)])
     settings = Settings("m", drain_seconds=drain_seconds)
-    server = _Server(server_config(app, settings), engine, lifecycle, drain_seconds)  # type: ignore[arg-type]
+    server = _Server(server_config(app, settings), engine, lifecycle, drain_seconds)
     assert lifecycle.state == "starting"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -132,14 +132,6 @@ def reading(port: int) -> socket.socket:
     return client
 
 
-def rest(client: socket.socket) -> bytes:
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while data := client.recv(65536):
-            received += data
-    return received
-
-
 def is_refused(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=30).close()
@@ -154,7 +146,7 @@ def test_running_requests_end_with_an_error_that_their_clients_read() -> None:
             server.handle_exit(signal.SIGTERM, None)
             assert lifecycle.state == "draining"
             wait_for(lambda: is_refused(port))
-            assert rest(client).endswith(b"the error\n\r\n0\r\n\r\n")
+            assert read_all(client).endswith(b"the error\n\r\n0\r\n\r\n")
         assert engine.closed
 
 
@@ -168,7 +160,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: is_refused(port))
         server.handle_exit(signal.SIGTERM, None)
-        assert not rest(client).endswith(b"0\r\n\r\n")
+        assert not read_all(client).endswith(b"0\r\n\r\n")
 
 
 def test_a_server_whose_engine_ends_ends_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +168,7 @@ def test_a_server_whose_engine_ends_ends_too(caplog: pytest.LogCaptureFixture) -
         with reading(port) as client:
             assert not server.has_failed
             engine.close()
-            assert rest(client).endswith(b"the error\n\r\n0\r\n\r\n")
+            assert read_all(client).endswith(b"the error\n\r\n0\r\n\r\n")
         wait_for(lambda: lifecycle.state == "draining")
     assert server.has_failed
     assert "the engine has ended" in caplog.text

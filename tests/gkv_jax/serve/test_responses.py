@@ -120,12 +120,12 @@ def test_a_limit_makes_it_incomplete(served: Served) -> None:
     assert cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens"
     assert cut.completed_at is None
-    assert [item.status for item in cut.output] == ["incomplete"]  # type: ignore[union-attr]
+    assert [item.status for item in cut.output] == ["incomplete"]
     assert cut.usage is not None
     assert cut.usage.output_tokens == 5
     whole = checked(respond(served, text=schema_format(SCHEMA), max_output_tokens=400))
     assert (whole.status, whole.incomplete_details) == ("completed", None)
-    assert [item.status for item in whole.output] == ["completed"]  # type: ignore[union-attr]
+    assert [item.status for item in whole.output] == ["completed"]
 
 
 def test_it_says_what_a_chat_completion_says(served: Served) -> None:
@@ -171,7 +171,7 @@ def test_parse(served: Served) -> None:
     assert isinstance(response.output_parsed, Length)
     again = served.client.responses.parse(
         model=MODEL,
-        input=[*response.output, {"role": "user", "content": "again"}],  # type: ignore[list-item]
+        input=[*response.output, {"role": "user", "content": "again"}],
         text_format=Length,
         max_output_tokens=400,
     )
@@ -277,7 +277,7 @@ def test_the_stream_helper_of_the_client(served: Served) -> None:
             pass
         assert isinstance(stream.get_final_response().output_parsed, Length)
     choice: Any = {"type": "function", "name": "get_weather"}
-    with served.client.responses.stream(tools=[WEATHER], tool_choice=choice, **fields) as stream:  # type: ignore[list-item]
+    with served.client.responses.stream(tools=[WEATHER], tool_choice=choice, **fields) as stream:
         events = list(stream)
         (call,) = stream.get_final_response().output
     assert call.type == "function_call"
@@ -374,7 +374,7 @@ def test_calls_and_their_outputs_make_the_round(served: Served) -> None:
     assert whole
     assert all(json.loads(call.arguments)["city"] in ("Oslo", "Rome") for call in whole)
     assert [tool.type for tool in first.tools] == ["function", "function"]
-    assert first.tools[0].strict is True  # type: ignore[union-attr]
+    assert first.tools[0].strict is True
     items += whole
     items += [
         {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
@@ -433,13 +433,13 @@ def test_tool_choice(served: Served) -> None:
     named: Any = {"type": "function", "name": "get_time"}
     response = checked(respond(served, tool_choice=named, **fields))
     assert [call.name for call in calls_of(response)] == ["get_time"]
-    assert response.tool_choice.model_dump() == named  # type: ignore[union-attr]
+    assert response.tool_choice.model_dump() == named
     tools = [{"type": "function", "name": "get_weather"}]
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": tools}
     response = checked(respond(served, tool_choice=allowed, parallel_tool_calls=False, **fields))
     assert [call.name for call in calls_of(response)] == ["get_weather"]
     assert response.parallel_tool_calls is False
-    assert response.tool_choice.model_dump() == allowed  # type: ignore[union-attr]
+    assert response.tool_choice.model_dump() == allowed
 
 
 def test_a_schema_beside_tools_rules_the_text(served: Served) -> None:
@@ -481,7 +481,7 @@ def test_where_a_text_is_cut_makes_no_difference(text: str, places: list[int], c
     pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
 
     def written(pieces: list[str]) -> Output:
-        output = Output(None, may_call=True)  # type: ignore[arg-type]  # no log-probabilities
+        output = Output(None, may_call=True)  # no log-probabilities
         for piece in pieces:
             list(output.write(piece))
         list(output.finish(cut))
@@ -491,7 +491,7 @@ def test_where_a_text_is_cut_makes_no_difference(text: str, places: list[int], c
     assert said(whole.items) == said(streamed.items)
     content, calls = parse_tool_calls(text)
     complete = [i for i in whole.items if i.type == "function_call" and i.status == "completed"]
-    assert [(item.name, item.arguments) for item in complete] == calls  # type: ignore[union-attr]
+    assert [(item.name, item.arguments) for item in complete] == calls
     if all(item.type == "message" or item in complete for item in whole.items):
         assert content == "".join(
             item.content[0].text for item in whole.items if item.type == "message"
@@ -511,7 +511,7 @@ def test_where_a_text_is_cut_makes_no_difference(text: str, places: list[int], c
 
 
 def test_text_before_between_and_behind_calls() -> None:
-    output = Output(None, may_call=True)  # type: ignore[arg-type]
+    output = Output(None, may_call=True)
     list(output.write(f"One. {call('f', '{}')}\n two {call('g', '{}')[:50]}"))
     list(output.finish(True))
     assert said(output.items) == [
@@ -743,7 +743,7 @@ def test_what_is_stored_nowhere_says_so(served: Served) -> None:
 
 def test_a_failure_closes_what_is_open() -> None:
     asked = ResponsesRequest.model_validate({"model": MODEL, "input": "hi"})
-    reply = ResponsesReply(MODEL, "fp", None, may_call=False, echo=asked.echo())  # type: ignore[arg-type]
+    reply = ResponsesReply(MODEL, "fp", None, may_call=False, echo=asked.echo())
     list(reply.opening())
     (event,) = reply.failure(ApiError(500, "it broke", code="internal_error"))
     told = json.loads(event["data"])

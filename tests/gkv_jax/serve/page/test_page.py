@@ -17,7 +17,7 @@ SCHEMA = {
     "required": ["unit", "length"],
     "additionalProperties": False,
 }
-SCHEMA["properties"]["length"]["maximum"] = 99  # type: ignore[index]
+SCHEMA["properties"]["length"]["maximum"] = 99
 ENDLESS = json.dumps({"type": "string", "minLength": 15_000})
 KINDS = ("text", "json_schema", "regex", "choice", "grammar", "lark")
 
