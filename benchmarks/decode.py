@@ -31,7 +31,6 @@ from benchmarks.peer import llama_for_causal_lm
 from benchmarks.timing import Task, Timing, TransformersPeer, time_engine
 from gkv_jax import CacheSpec, Engine, UserError
 from gkv_jax.engine import Loop
-from gkv_jax.models.llama import Llama
 from gkv_jax.weights import LoadedModel, load_model
 
 PEER = "transformers"
@@ -96,8 +95,7 @@ def engines(
     loaded: LoadedModel, specs: Sequence[CacheSpec], batch: int
 ) -> Iterator[dict[str, Engine]]:
     """An engine of ``batch`` slots for each case, on the same parameters."""
-    model = Llama(loaded.config)
-    params = model.from_checkpoint(loaded.params)
+    model, params = loaded.model, loaded.params
     with contextlib.ExitStack() as stack:
         yield {
             name: stack.enter_context(
@@ -117,7 +115,7 @@ def measure_batch(
 
     Names are ``<loop> <cache> <task>``, and ``transformers <task>``.
     """
-    peer = TransformersPeer(llama_for_causal_lm(loaded.config, loaded.params), loaded.tokenizer)
+    peer = TransformersPeer(llama_for_causal_lm(loaded.model, loaded.params), loaded.tokenizer)
     last: dict[str, Timing] = {}
     measures: dict[str, Callable[[], float]] = {}
 
@@ -198,8 +196,7 @@ def _engine_and_cache(engine: str) -> list[str]:
 
 def report_memory(loaded: LoadedModel, spec: CacheSpec, batch: int) -> dict[str, Any]:
     """Print and return what the cache and the compiled loop occupy."""
-    model = Llama(loaded.config)
-    params = model.from_checkpoint(loaded.params)
+    model, params = loaded.model, loaded.params
     at = cache_bytes_at(model, params, spec, batch, POSITIONS)
     memory = loop_memory(model, params, spec, batch)
     rows = [[f"cache at position {position}", f"{size:,}"] for position, size in at.items()]

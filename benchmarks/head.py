@@ -32,12 +32,15 @@ from benchmarks.common import (
 )
 from benchmarks.vocabularies import grown_tokenizer
 from gkv_jax import CacheSpec, Engine, Guide, Sampling, UserError
-from gkv_jax.models.config import ModelConfig, RopeConfig
+from gkv_jax.models.config import ModelConfig
 from gkv_jax.models.llama import Llama
+from gkv_jax.models.parameters import Parameter
 from gkv_jax.models.protocol import Params
+from gkv_jax.models.rope_config import RopeConfig
+from gkv_jax.models.transformer import Transformer
 from gkv_jax.request import Piece, Request
 from gkv_jax.weights import LoadedModel, load_model
-from gkv_jax.weights.parameters import Parameter, tree_of
+from gkv_jax.weights.parameters import tree_of
 
 SPEC = CacheSpec(sinks=4, window=252)
 LEAST_SPEEDUP = 1.3
@@ -96,17 +99,17 @@ def gemma_shaped(tokenizer: Any) -> tuple[Llama, Params, Any]:
     def make(leaf: Parameter) -> jax.Array:
         if len(leaf.shape) == 1:
             return jnp.ones(leaf.shape)
-        return leaf.shape[-1] ** -0.5 * jax.random.normal(jax.random.key(next(seeds)), leaf.shape)
+        key = jax.random.key(next(seeds))
+        return leaf.shape[-1] ** -0.5 * jax.random.normal(key, leaf.tree_shape)
 
-    params = Llama.from_checkpoint(tree_of(config, make))
-    return Llama(config), params, grown_tokenizer(tokenizer, 262_144)
+    model = Llama(config)
+    return model, tree_of(model, make), grown_tokenizer(tokenizer, 262_144)
 
 
-def models(loaded: LoadedModel) -> dict[str, tuple[Llama, Params, Any]]:
+def models(loaded: LoadedModel) -> dict[str, tuple[Transformer, Params, Any]]:
     """The two models by name."""
-    smollm2 = Llama(loaded.config)
     return {
-        "SmolLM2-135M": (smollm2, smollm2.from_checkpoint(loaded.params), loaded.tokenizer),
+        "SmolLM2-135M": (loaded.model, loaded.params, loaded.tokenizer),
         "Gemma-3-270M shape": gemma_shaped(loaded.tokenizer),
     }
 
@@ -155,7 +158,7 @@ def measure_run(engine: Engine, *, guided: bool, batch: int) -> list[tuple[float
 
 @contextlib.contextmanager
 def engines(
-    model: Llama, params: Params, tokenizer: Any, batch: int
+    model: Transformer, params: Params, tokenizer: Any, batch: int
 ) -> Iterator[dict[str, Engine]]:
     """One that reads the head masked and one that reads it in full, on the same parameters."""
     with contextlib.ExitStack() as stack:
@@ -171,7 +174,7 @@ def engines(
 
 
 def measure(
-    model: Llama, params: Params, tokenizer: Any, batch: int, repetitions: int
+    model: Transformer, params: Params, tokenizer: Any, batch: int, repetitions: int
 ) -> dict[str, Any]:
     """Milliseconds per step by kind of text and head, over all steps and over structural ones.
 

@@ -34,7 +34,6 @@ from gkv_jax.cache import Cache, LayerCache, Layout, commit, init_cache
 from gkv_jax.cache.quest import page_bounds
 from gkv_jax.cache.segments import EMPTY, Slots, slots_of
 from gkv_jax.cache.storage import encode, load
-from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Decoder, Params
 from gkv_jax.sampling import greedy_rows
 from gkv_jax.step import StepInputs, choose, forward
@@ -335,8 +334,8 @@ def run(
     folder: Path,
 ) -> None:
     """Measure, print, and write ``long_context.json`` and ``.png`` to ``folder``."""
-    model = Llama(loaded.config)
-    bench = Bench(model, model.from_checkpoint(loaded.params), batch, steps)
+    model = loaded.model
+    bench = Bench(model, loaded.params, batch, steps)
     results = measure(bench, cases(size, positions, steps), repetitions)
     bounded = bounded_specs(size)
     ratios = report(results, list(bounded))

@@ -17,7 +17,6 @@ from benchmarks.common import RESULTS, interleaved, medians, print_table, warn_i
 from benchmarks.timing import Task, time_engine
 from gkv_jax import CacheSpec, Engine, UserError
 from gkv_jax.engine import Loop
-from gkv_jax.models.llama import Llama
 from gkv_jax.weights import LoadedModel, load_model
 from grammar_host.backends.scripted import Script, ScriptedBackend
 
@@ -32,8 +31,7 @@ def measure(
     loaded: LoadedModel, delays_ms: Sequence[float], tokens: int, repetitions: int
 ) -> dict[str, dict[str, float]]:
     """Per loop, median milliseconds per step of one row: without masks, and for each fill time."""
-    model = Llama(loaded.config)
-    params = model.from_checkpoint(loaded.params)
+    model, params = loaded.model, loaded.params
     measures: dict[tuple[str, str], Callable[[], float]] = {}
     with contextlib.ExitStack() as stack:
         for loop, delay in itertools.product(LOOPS, (None, *delays_ms)):

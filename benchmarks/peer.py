@@ -4,19 +4,17 @@ import json
 import time
 from typing import Any
 
-from gkv_jax.models.config import ModelConfig
+from gkv_jax.models.transformer import Transformer
 from gkv_jax.weights import Params, to_hf_state_dict
 
 
-def llama_for_causal_lm(config: ModelConfig, params: Params) -> Any:
-    """A float32 ``transformers.LlamaForCausalLM`` in eval mode.
-
-    ``params`` is a checkpoint tree (matrices ``[out, in]``), as ``gkv_jax.weights`` loads it.
-    """
+def llama_for_causal_lm(model: Transformer, params: Params) -> Any:
+    """A float32 ``transformers.LlamaForCausalLM`` in eval mode, with the weights of a ``Llama``."""
     import numpy as np
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config = model.config
     if config.rope.scaling is not None:
         raise ValueError("a model with scaled rotary embeddings is not compared here")
     peer = LlamaForCausalLM(
@@ -40,7 +38,7 @@ def llama_for_causal_lm(config: ModelConfig, params: Params) -> Any:
     )
     state = {
         name: torch.from_numpy(np.array(array, np.float32))
-        for name, array in to_hf_state_dict(config, params).items()
+        for name, array in to_hf_state_dict(model, params).items()
     }
     peer.load_state_dict(state)
     return peer.eval()

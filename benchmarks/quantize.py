@@ -27,8 +27,8 @@ from benchmarks.common import (
 from gkv_jax import CacheSpec, Engine, Sampling
 from gkv_jax.cache import init_cache
 from gkv_jax.evaluate.texts import DEFAULT_TEXT, load_text
-from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Params
+from gkv_jax.models.transformer import Transformer
 from gkv_jax.prefill import prefill_chunk
 from gkv_jax.weights import LoadedModel, load_model
 
@@ -50,14 +50,14 @@ class WrongDrafts:
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def scores(model: Llama, params: Params, hidden: jax.Array, targets: jax.Array) -> Any:
+def scores(model: Transformer, params: Params, hidden: jax.Array, targets: jax.Array) -> Any:
     """Negative log-likelihoods ``[T]`` of ``targets``, and the most likely tokens ``[T]``."""
     logits = model.logits(params, hidden)
     own = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
     return jax.nn.logsumexp(logits, axis=1) - own, logits.argmax(axis=1)
 
 
-def read(model: Llama, params: Params, tokens: np.ndarray) -> tuple[float, np.ndarray]:
+def read(model: Transformer, params: Params, tokens: np.ndarray) -> tuple[float, np.ndarray]:
     """Perplexity of a text, chunk by chunk through a full cache, and its most likely tokens."""
     spec = CacheSpec.full(len(tokens))
     cache = init_cache(spec, model, 1, jnp.dtype(jnp.float32))
@@ -78,7 +78,7 @@ def quality(
     loaded: LoadedModel, weights: dict[str, Params], text: str, length: int
 ) -> dict[str, float]:
     """Perplexity by name, and ``same``: the share of positions with the same most likely token."""
-    model = Llama(loaded.config)
+    model = loaded.model
     tokens = np.asarray(loaded.tokenizer.encode(text, verbose=False), np.int32)
     found = {name: read(model, params, tokens[:length]) for name, params in weights.items()}
     same = float((found["float32"][1] == found["int8"][1]).mean())
@@ -107,8 +107,7 @@ def run(
 ) -> None:
     """Measure, print, and write ``quantize.json`` to ``folder``."""
     warn_if_busy()
-    model = Llama(loaded.config)
-    exact = model.from_checkpoint(loaded.params)
+    model, exact = loaded.model, loaded.params
     weights = {"float32": exact, "int8": jax.jit(model.quantize)(exact)}
     of_text = quality(loaded, weights, text, length)
     print_table(

@@ -15,6 +15,7 @@ from gkv_jax.drafts.drafter import Drafter
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.placement import has_deleted
 from gkv_jax.prompts import Prompt, PromptReader, as_batch
 from gkv_jax.request import Request, Result, Stream
 from gkv_jax.sampling import Sampling
@@ -131,33 +132,31 @@ class Engine:
         draft: str | DraftModel | None = None,
         verify: Verify = "faster",
     ) -> "Engine":
-        """Load a model by registry name, local folder, GGUF file or Hugging Face id.
+        """Load a model by registry name, local folder, converted folder, GGUF file or Hugging Face id.
 
-        ``dtype`` is that of weights and cache: by default bfloat16 on accelerators and float32 on
-        CPUs, where bfloat16 is emulated. ``quantize="int8"`` rounds the weights, which makes
+        ``dtype`` is that of weights and cache: by default bfloat16; on CPUs, where bfloat16 is
+        emulated, float32; on NVIDIA GPUs before Ampere (T4, V100) float16, and float32 for families
+        that it is too narrow for. ``quantize="int8"`` rounds the weights, which makes
         steps on CPUs about twice as fast. ``draft`` is a draft model, by such a name or as it is. The
         rest is as in ``Engine``.
 
         Raises:
           UserError: an unknown name (the known are listed), damaged or unserved files.
         """
-        from gkv_jax.models.llama import Llama
+        from gkv_jax.weights.orbax import is_quantized
         from gkv_jax.weights.registry import load_model
 
         if quantize not in (None, *get_args(Quantization)):
             raise UserError(f"quantize is {quantize!r}; choose from {get_args(Quantization)}")
-        if dtype is None:
-            dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
-        def load(name: str) -> tuple[Llama, Params, Any]:
+        def load(name: str) -> tuple[Decoder, Params, Any, Sequence[int]]:
             loaded = load_model(name, dtype=dtype)
-            model = Llama(loaded.config)
-            params = model.from_checkpoint(loaded.params)
-            tokenizer = loaded.tokenizer
-            del loaded  # the checkpoint's layout is not needed beside the cache
-            return model, params if quantize is None else jax.jit(model.quantize)(params), tokenizer
+            model, params = loaded.model, loaded.params
+            if quantize is not None and not is_quantized(params):
+                params = jax.jit(model.quantize)(params)
+            return model, params, loaded.tokenizer, model.config.eos_token_ids
 
-        model, params, tokenizer = load(name)
+        model, params, tokenizer, stop_token_ids = load(name)
         return cls(
             model,
             params,
@@ -166,10 +165,10 @@ class Engine:
             slots=slots,
             loop=loop,
             head=head,
-            stop_token_ids=model.config.eos_token_ids,
+            stop_token_ids=stop_token_ids,
             backend=backend,
             watchdog_s=watchdog_s,
-            draft=DraftModel(*load(draft)) if isinstance(draft, str) else draft,
+            draft=DraftModel(*load(draft)[:3]) if isinstance(draft, str) else draft,
             verify=verify,
         )
 
@@ -433,15 +432,33 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Use new weights from the next loop run on, without a compile. Shared prefixes are forgotten.
 
+        They are used as they are, and copied, from device to device, only if they lie elsewhere than the
+        present ones. So a training step that donates its parameters takes them from the engine, too: give
+        it the new ones after every such step.
+
         A draft model stays as it is: it may guess worse, and the output is that of the new weights.
 
+        Args:
+          params: in the model's layout; of a model made by ``from_nnx`` or ``from_linen``, also the module
+            or its state, or the variables.
+
         Raises:
-          UserError: structure, shapes or dtypes differ from the present parameters.
+          UserError: structure, shapes or dtypes differ from the present parameters, or some are deleted.
         """
+        source = getattr(self.model, "params_of", None)  # of a user's own model
+        if source is not None:
+            params = source(params)
 
         def signature(tree: Params) -> Any:
-            return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+            leaves, structure = jax.tree.flatten(tree)
+            kinds = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+            return structure, kinds
 
+        if has_deleted(params):
+            raise UserError(
+                "params hold arrays that have been deleted, as by a training step that donates them; give "
+                "those that the step returned"
+            )
         if signature(params) != signature(self._scheduler.params):
             raise UserError(
                 "params differ in structure, shape or dtype from the engine's; make a new Engine for a "

@@ -32,11 +32,16 @@ def _is_tpu_v4_or_later(device: jax.Device) -> bool:
     return device.platform == "tpu" and not device.device_kind.startswith(("TPU v2", "TPU v3"))
 
 
+def compute_capability(device: jax.Device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU, major and minor; None for every other device."""
+    # AMD devices report an architecture name here ("gfx942").
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
 def _is_ampere_or_later(device: jax.Device) -> bool:
     """Whether Pallas lowers for it: an NVIDIA GPU of compute capability 8.0 or more, so no T4."""
-    # AMD devices report an architecture name here ("gfx942") and go to XLA.
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return major.isdecimal() and minor.isdecimal() and int(major) >= 8
+    return (compute_capability(device) or (0, 0)) >= (8, 0)
 
 
 _RUNS_ON: dict[Implementation, Callable[[jax.Device], bool]] = {

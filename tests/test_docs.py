@@ -1,4 +1,4 @@
-"""The code in docs/caches.md and docs/drafts.md runs as it is written there."""
+"""What docs/caches.md, docs/drafts.md and docs/models.md say in code is so."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gkv_jax import CacheSpec, Engine
+from gkv_jax.models.families import FAMILIES
 from gkv_jax.models.llama import Llama
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
@@ -53,3 +54,15 @@ def test_the_draft_source_of_the_page_works() -> None:
     with Engine(Llama(config), random_params(config), byte_tokenizer(), cache=spec) as engine:
         outputs = [engine.generate("ab", drafts=each)[0].tokens for each in (None, names["Echo"]())]
     assert outputs[0] == outputs[1]
+
+
+def test_the_family_of_the_page_is_the_one_that_ships() -> None:
+    page, folder = (DOCS / "models.md").read_text("utf-8"), DOCS.parent / "gkv_jax" / "models"
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block in (folder / "qwen3.py").read_text("utf-8")
+    lengths = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", page, re.MULTILINE)
+    assert len(lengths) == 6
+    for name, lines in lengths:
+        assert abs(len((folder / name).read_text("utf-8").splitlines()) - int(lines)) <= 10
+    for family in FAMILIES:
+        assert all(f"`{name}`" in page for name in family.MODEL_TYPES + family.GGUF_ARCHITECTURES)

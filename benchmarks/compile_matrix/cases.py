@@ -296,8 +296,8 @@ def _snapkv_scores(implementation: str, dtype: Any, *, length: int, kept: int) -
     from gkv_jax.cache import CacheSpec
     from gkv_jax.cache.policies.snapkv import SNAPKV
     from gkv_jax.cache.prompt import PromptLayer, select
-    from gkv_jax.models.config import RopeConfig
     from gkv_jax.models.protocol import AttentionLayer
+    from gkv_jax.models.rope_config import RopeConfig
     from gkv_jax.rope import Rope
 
     del implementation  # plain XLA
@@ -331,8 +331,9 @@ def _decoder(
 ) -> tuple[Any, Any, Any, Any]:
     """Two layers in the proportions of Llama 3: model, spec, shapes of parameters and cache."""
     from gkv_jax.cache import CacheSpec, init_cache
-    from gkv_jax.models.config import ModelConfig, RopeConfig
+    from gkv_jax.models.config import ModelConfig
     from gkv_jax.models.llama import Llama
+    from gkv_jax.models.rope_config import RopeConfig
     from gkv_jax.weights.parameters import tree_of
 
     config = ModelConfig(
@@ -354,8 +355,7 @@ def _decoder(
         eos_token_ids=(0,),
     )
     model = Llama(config)
-    stored = tree_of(config, lambda leaf: _array(dtype, *leaf.shape))
-    params = jax.eval_shape(model.from_checkpoint, stored)
+    params = tree_of(model, lambda leaf: _array(dtype, *leaf.tree_shape))
     spec = CacheSpec(sinks=4, window=capacity - 3 - queries, max_drafts=queries - 1)
     cache = jax.eval_shape(lambda: init_cache(spec, model, batch, dtype))
     return model, spec, params, cache

@@ -11,8 +11,8 @@ import jax
 from benchmarks.drafts.documents import Answer, Document, Way
 from gkv_jax import CacheSpec, Engine, Piece, Sampling
 from gkv_jax.draft_model import DraftModel
-from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Params
+from gkv_jax.models.transformer import Transformer
 from gkv_jax.request import Request
 from gkv_jax.weights import LoadedModel
 
@@ -100,14 +100,13 @@ def _answer(request: Request, pieces: Sequence[tuple[float, Piece]]) -> Answer:
 class Served:
     """A model as engines take it, so that all share the weights."""
 
-    model: Llama
+    model: Transformer
     params: Params
     tokenizer: Any
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Served":
-        model = Llama(loaded.config)
-        return cls(model, model.from_checkpoint(loaded.params), loaded.tokenizer)
+        return cls(loaded.model, loaded.params, loaded.tokenizer)
 
     @property
     def as_draft(self) -> DraftModel:

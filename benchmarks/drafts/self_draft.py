@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gkv_jax import DraftModel, UserError
-from gkv_jax.models.config import ModelConfig
-from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Params
+from gkv_jax.models.transformer import Transformer
 
 # Found greedily: of the layers but the first and the last, one after the other was left out, each time the
 # one without which the draft's best token is most often the whole model's (teacher-forced, without masks,
@@ -25,7 +24,7 @@ SMOLLM2_LAYERS: dict[int, tuple[int, ...]] = {
 """For SmolLM2-135M-Instruct, which has 30 layers: those that are kept, by their number."""
 
 
-def layers_of(name: str, model: Llama) -> tuple[int, ...]:
+def layers_of(name: str, model: Transformer) -> tuple[int, ...]:
     """The layers that ``skip:K`` keeps.
 
     Raises:
@@ -40,14 +39,16 @@ def layers_of(name: str, model: Llama) -> tuple[int, ...]:
 
 
 def skipping(
-    config: ModelConfig, params: Params, layers: Sequence[int]
-) -> tuple[ModelConfig, Params]:
-    """Config and parameters of a model with these of its layers; the weights are shared."""
+    model: Transformer, params: Params, layers: Sequence[int]
+) -> tuple[Transformer, Params]:
+    """A model with these layers of ``model``, and its parameters; the weights are shared."""
+    config = dataclasses.replace(model.config, num_layers=len(layers))
     kept = {**params, "layers": [params["layers"][index] for index in layers]}
-    return dataclasses.replace(config, num_layers=len(layers)), kept
+    return dataclasses.replace(model, config=config), kept
 
 
-def self_draft(model: Llama, params: Params, tokenizer: Any, layers: Sequence[int]) -> DraftModel:
-    """``model`` with these of its layers; ``params`` in the model's layout."""
-    config, kept = skipping(model.config, params, layers)
-    return DraftModel(Llama(config), kept, tokenizer)
+def self_draft(
+    model: Transformer, params: Params, tokenizer: Any, layers: Sequence[int]
+) -> DraftModel:
+    """``model`` with these of its layers."""
+    return DraftModel(*skipping(model, params, layers), tokenizer)

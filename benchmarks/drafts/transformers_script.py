@@ -22,7 +22,7 @@ def loaded(name: str) -> Callable[..., dict[str, Any]]:
     torch.set_num_threads(os.cpu_count() or 1)
     model = load_model(name, dtype="float32")
     stops = set(model.config.eos_token_ids)
-    peer = GuidedTransformers(llama_for_causal_lm(model.config, model.params), model.tokenizer)
+    peer = GuidedTransformers(llama_for_causal_lm(model.model, model.params), model.tokenizer)
     peer.generate(torch.tensor([[0, 0]]), 2)
 
     def answer(prompt: Sequence[int], schema: Any, max_tokens: int) -> dict[str, Any]:

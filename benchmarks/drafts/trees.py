@@ -336,8 +336,8 @@ def main(
     )
     print_rates("forced, lookup", [of_text(replayed, nodes) for nodes in NODES])
     for name in filter(None, draft_models.split(",")):
-        config, params = skipping(loaded.config, loaded.params, layers_of(name, served.model))
-        peer = llama_for_causal_lm(config, params)
+        kept = skipping(loaded.model, loaded.params, layers_of(name, served.model))
+        peer = llama_for_causal_lm(*kept)
         by_output = [ranks(peer, *each) for each in tqdm(replayed, desc=name, disable=None)]
         print_rates(f"forced, {name}", [of_model(by_output, nodes) for nodes in NODES])
         free = Counter(

@@ -36,11 +36,13 @@ if importlib.util.find_spec("jsonschema_rs") is None:
 from gkv_jax import decode, step
 from gkv_jax.bridge import Session
 from gkv_jax.cache import CacheSpec, init_cache
-from gkv_jax.models.config import ModelConfig, RopeConfig
+from gkv_jax.models.config import ModelConfig
 from gkv_jax.models.llama import Llama
+from gkv_jax.models.parameters import Parameter
+from gkv_jax.models.rope_config import RopeConfig
 from gkv_jax.request import Piece, Request
 from gkv_jax.sampling import Sampling, greedy_rows
-from gkv_jax.weights.parameters import Parameter, tree_of
+from gkv_jax.weights.parameters import tree_of
 from grammar_host.backends.base import EngineMatcher
 from grammar_host.matcher import GrammarMatcher
 
@@ -145,9 +147,10 @@ def random_model(scale: Scale, dtype: str) -> tuple[Llama, Any]:
     def make(leaf: Parameter) -> jax.Array:
         if len(leaf.shape) == 1:
             return jnp.ones(leaf.shape, dtype)
-        return normal(jax.random.key(next(seeds)), leaf.shape)
+        return normal(jax.random.key(next(seeds)), leaf.tree_shape)
 
-    return Llama(config), Llama.from_checkpoint(tree_of(config, make))
+    model = Llama(config)
+    return model, tree_of(model, make)
 
 
 class Bench:

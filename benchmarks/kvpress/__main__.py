@@ -24,7 +24,6 @@ from benchmarks.kvpress.ours import choosable, read, specs
 from benchmarks.kvpress.samples import Sample, model_sample, random_sample, rotated
 from gkv_jax import UserError
 from gkv_jax.evaluate.texts import DEFAULT_TEXT, load_text
-from gkv_jax.models.llama import Llama
 from gkv_jax.rope import inverse_frequencies
 from gkv_jax.weights import load_model
 
@@ -143,10 +142,10 @@ def main(
         raise typer.BadParameter(str(error)) from error
     if tokens & (tokens - 1) or len(ids) < tokens:
         raise typer.BadParameter("--tokens must be a power of two, and at most those of the text")
-    decoder = Llama(loaded.config)
+    decoder = loaded.model
     samples = {
         "random": random_sample(tokens),
-        model: model_sample(decoder, decoder.from_checkpoint(loaded.params), ids),
+        model: model_sample(decoder, loaded.params, ids),
     }
     results, versions = {}, []
     for name, sample in samples.items():

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gkv_jax.models.config import RopeConfig
-from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Params
+from gkv_jax.models.rope_config import RopeConfig
+from gkv_jax.models.transformer import Transformer
 from gkv_jax.rope import Rope, rotate
 
 
@@ -36,7 +36,7 @@ def random_sample(
     )
 
 
-def model_sample(model: Llama, params: Params, tokens: list[int]) -> Sample:
+def model_sample(model: Transformer, params: Params, tokens: list[int]) -> Sample:
     """What every layer of a model makes of a text."""
     positions = jnp.arange(len(tokens))[None]
 

@@ -81,7 +81,6 @@ def main(
     from tqdm import tqdm
 
     from gkv_jax.evaluate import report
-    from gkv_jax.models.llama import Llama
     from gkv_jax.weights import load_model
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -105,16 +104,15 @@ def main(
             raise UserError(f"out: {out} is a file; name a folder")
         prose = load_text(text)
         loaded = load_model(model, dtype="float32")
-        decoder = Llama(loaded.config)
-        with tqdm(total=most_cells(plan, decoder), unit="cell") as bar:
+        with tqdm(total=most_cells(plan, loaded.model), unit="cell") as bar:
 
             def progress(key: str) -> None:
                 bar.update(1 if bar.postfix else 0)  # the one before is finished
                 bar.set_postfix_str(key)
 
             quality = cache_quality(
-                decoder,
-                decoder.from_checkpoint(loaded.params),
+                loaded.model,
+                loaded.params,
                 loaded.tokenizer,
                 plan,
                 prose,

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from gkv_jax.cache import CacheSpec
+from gkv_jax.cache import CacheSpec, Layout
 from gkv_jax.cache.prompt import PromptLayer
+from gkv_jax.cache.rotation import Rotations
 from gkv_jax.errors import UserError
 from gkv_jax.evaluate.perplexity import target_nll
-from gkv_jax.models.protocol import AttentionLayer, Decoder, Params
-from gkv_jax.rope import inverse_frequencies, rotate
+from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.rope import Rope, inverse_frequencies, rotate
 
 _QUERY_BLOCK = 32
 
@@ -40,12 +41,10 @@ def reference_nll(
       float64 ``[T-1]``, in nats: entry i is for ``tokens[i + 1]``.
 
     Raises:
-      UserError: another policy, or a model whose layers have windows of their own.
+      UserError: another policy.
     """
     if spec.policy not in ("window", "full"):
         raise UserError(f"cache.policy {spec.policy!r} has no reference; use 'window' or 'full'")
-    if any(layer.window is not None for layer in model.layers):
-        raise UserError("model has layers with windows of their own; the reference knows none")
     text = np.asarray(tokens, np.int32)
     return np.asarray(_ranked_nll(params, jnp.asarray(text), model=model, spec=spec), np.float64)
 
@@ -62,6 +61,7 @@ class _RankedAttend:
 
     def __init__(self, model: Decoder, length: int, spec: CacheSpec) -> None:
         self._model, self._length, self._spec = model, length, spec
+        self.positions = jnp.arange(length)[None]
 
     def __call__(
         self,
@@ -74,21 +74,30 @@ class _RankedAttend:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        spec, kind = self._spec, self._model.layers[layer]
+        # Layers with a window of their own may see that instead, without sinks.
+        spec = Layout.of(self._spec, self._model).spec(layer)
+        kind = self._model.layers[layer]
         keys = jnp.arange(self._length)
-        cos, sin = (jnp.asarray(table) for table in _angle_tables(kind, self._length))
+        rope = kind.rope
+        if rope is not None:
+            tables = _angle_tables(rope, self._length)
+            cos, sin = (jnp.asarray(table) for table in tables)
 
         def one(at: jax.Array) -> jax.Array:
             """The query at position ``at``: ``[Hq,D]``."""
             seen = (keys <= at) & ((keys < spec.sinks) | (keys > at - spec.window))
             # Rank among the seen; where a key is not seen the number does not matter.
             ranks = jnp.cumsum(seen) - 1
-            if not spec.by_rank:
+            if not spec.by_rank or rope is None:
                 ranks = keys
             own = ranks[at]
+            query, turned = q[0, at], k[0]
+            if rope is not None:
+                query = rotate(query, rope.for_queries((cos[own][None], sin[own][None])))
+                turned = rotate(turned, (cos[ranks][:, None], sin[ranks][:, None]))
             out = attention(
-                rotate(q[0, at], kind.rope.for_queries((cos[own][None], sin[own][None])))[None],
-                rotate(k[0], (cos[ranks][:, None], sin[ranks][:, None])),
+                query[None],
+                turned,
                 v[0],
                 seen[None],
                 scale=scale,
@@ -101,9 +110,9 @@ class _RankedAttend:
 
 
 @functools.lru_cache(maxsize=8)
-def _angle_tables(layer: AttentionLayer, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _angle_tables(rope: Rope, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine ``[length, d/2]`` float32, of angles in float64."""
-    frequencies = inverse_frequencies(layer.rope.config, layer.rope.head_dim)
+    frequencies = inverse_frequencies(rope.config, rope.head_dim)
     angles = np.arange(length)[:, None] * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -132,7 +141,8 @@ class _RecordingAttend:
     """``Attend`` for a text ``[1,L]`` that keeps the rows of some queries in ``rows``."""
 
     def __init__(self, model: Decoder, length: int, first: jax.Array, count: int) -> None:
-        self._model, self._positions = model, jnp.arange(length)
+        self._model, self.positions = model, jnp.arange(length)[None]
+        self._rotations = Rotations(self.positions, [None])
         self._wanted = first + jnp.arange(count)
         self.rows: list[jax.Array] = []
 
@@ -147,16 +157,16 @@ class _RecordingAttend:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        kind, length = self._model.layers[layer], self._positions.shape[0]
-        cos, sin = kind.rope.angles(self._positions)
-        angles = cos[None, :, None], sin[None, :, None]
+        kind, length = self._model.layers[layer], self.positions.shape[1]
+        rotation = self._rotations.of(0, kind.rope)
+        (rotated_q,) = rotation.queries(q)
         text = PromptLayer(
             kind=kind,
             length=jnp.int32(length),
             q=q,
-            rotated_q=rotate(q, kind.rope.for_queries(angles)),
+            rotated_q=rotated_q,
             k=k,
-            rotated_k=rotate(k, angles),
+            rotated_k=rotation.keys(k),
             v=v,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             soft_cap=soft_cap,

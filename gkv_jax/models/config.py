@@ -1,29 +1,14 @@
-"""Model configuration, read from a Hugging Face ``config.json`` or from GGUF metadata.
+"""Model configuration: the facts that every family has, and how files state them."""
 
-An option that changes what the network computes is either served or refused by name; nothing of the
-kind is ignored.
-"""
-
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-
-__all__ = [
-    "ARCHITECTURES",
-    "LinearScaling",
-    "Llama3Scaling",
-    "ModelConfig",
-    "RopeConfig",
-    "YarnScaling",
-]
-
-ARCHITECTURES = ("llama",)
-
-_log = logging.getLogger(__name__)
+from gkv_jax.models.fields import REQUIRED, Fields
+from gkv_jax.models.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -33,6 +18,8 @@ class ModelConfig:
     Hashable, so it can be a static argument of a jitted function. ``vocab_size`` is the width of
     the logits, which may exceed the number of tokens that the tokenizer knows. ``eos_token_ids``
     are the tokens that the model's own configuration names as ends of a generation, in its order.
+    ``windows`` are, per layer, the positions that a query sees, itself included, or None; () if
+    every layer sees all. A family that needs more has a subclass.
     """
 
     architecture: str
@@ -51,13 +38,9 @@ class ModelConfig:
     rope: RopeConfig
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise UserError(
-                f"architecture {self.architecture!r} is not served; "
-                f"known: {', '.join(ARCHITECTURES)}"
-            )
         for field in (
             "vocab_size",
             "hidden_size",
@@ -75,6 +58,11 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise UserError(f"windows are {len(self.windows)}, but num_layers is {self.num_layers}")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise UserError(f"sliding_window must be at least 1, not {window}")
         rotary_dim = self.rope.rotary_dim(self.head_dim)
         if rotary_dim < 2 or rotary_dim % 2:
             raise UserError(
@@ -82,258 +70,155 @@ class ModelConfig:
                 f"not {self.head_dim} * {self.rope.partial_rotary_factor}"
             )
 
-    @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> "ModelConfig":
-        """Read a ``config.json`` as written by transformers 4 or 5.
-
-        ``generation_config`` (``generation_config.json``) adds its end-of-sequence tokens.
-        Raises UserError, naming the field, for an architecture or option that is not served.
-        """
-        architecture = config.get("model_type")
-        if architecture not in ARCHITECTURES:
-            raise UserError(
-                f"config.json: model_type {architecture!r} is not served; "
-                f"known: {', '.join(ARCHITECTURES)}"
-            )
-        _refuse_unserved_hf(config)
-        num_heads = _required(config, "num_attention_heads")
-        hidden_size = _required(config, "hidden_size")
-        # The defaults are those of transformers' LlamaConfig.
-        max_position_embeddings = _optional(config, "max_position_embeddings", 2048)
-        return cls(
-            architecture="llama",
-            vocab_size=_required(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size"),
-            num_layers=_required(config, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
-            head_dim=_optional(config, "head_dim", hidden_size // max(num_heads, 1)),
-            rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
-            max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=_optional(config, "tie_word_embeddings", False),
-            attention_bias=_optional(config, "attention_bias", False),
-            mlp_bias=_optional(config, "mlp_bias", False),
-            rope=RopeConfig.from_hf(config, max_position_embeddings),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=_unique(
-                _ids(config.get("eos_token_id"))
-                + _ids((generation_config or {}).get("eos_token_id"))
-            ),
-        )
-
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, Any],
-        tensor_names: Collection[str],
-        llama3_scaling: Llama3Scaling | None = None,
-    ) -> "ModelConfig":
-        """Read GGUF metadata (key to Python value; arrays as lists).
-
-        GGUF writes neither tying nor biases down: both follow from ``tensor_names``. Llama 3's RoPE
-        scaling is stored as a tensor; its reader passes what it found as ``llama3_scaling``.
-        Raises UserError, naming the key, for an architecture or option that is not served.
-        """
-        architecture = metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
-            raise UserError(
-                f"GGUF: general.architecture {architecture!r} is not served; "
-                f"known: {', '.join(ARCHITECTURES)}"
-            )
-        scoped = _llama_metadata(metadata)
-        num_heads = _gguf_int(scoped, "attention.head_count")
-        hidden_size = _gguf_int(scoped, "embedding_length")
-        head_dim = _gguf_int(scoped, "attention.key_length", hidden_size // max(num_heads, 1))
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if _gguf_int(scoped, key, head_dim) != head_dim:
-                raise UserError(
-                    f"GGUF: llama.{key} {scoped[key]} differs from the head width {head_dim}"
-                )
-        tokens = metadata.get("tokenizer.ggml.tokens", ())
-        context_length = _gguf_int(scoped, "context_length")
-        return cls(
-            architecture="llama",
-            vocab_size=_gguf_int(scoped, "vocab_size", len(tokens)),
-            hidden_size=hidden_size,
-            intermediate_size=_gguf_int(scoped, "feed_forward_length"),
-            num_layers=_gguf_int(scoped, "block_count"),
-            num_heads=num_heads,
-            num_kv_heads=_gguf_int(scoped, "attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            rms_norm_eps=_shortest_float32(_gguf_value(scoped, "attention.layer_norm_rms_epsilon")),
-            max_position_embeddings=context_length,
-            tie_word_embeddings="output.weight" not in tensor_names,
-            attention_bias="blk.0.attn_q.bias" in tensor_names,
-            mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
-            rope=RopeConfig.from_gguf(scoped, context_length, llama3_scaling),
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_unique(
-                _ids(metadata.get("tokenizer.ggml.eos_token_id"))
-                + _ids(metadata.get("tokenizer.ggml.eot_token_id"))
-            ),
-        )
-
 
 # --- Hugging Face -------------------------------------------------------------------------------
 
-# Options of which only these values are served. None stands for "absent or null".
-_SERVED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": (None, "silu", "swish"),
-    "pretraining_tp": (None, 1),
-    "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "rope_interleaved": (None, False),
-    "quantization_config": (None,),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-}
+# Keys that say nothing about the arithmetic of inference, as transformers and publishers write them.
+INERT = (
+    # provenance and storage
+    "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
+    "attn_implementation", "auto_map", "dtype", "finetuning_task", "is_llama_config", "license",
+    "model_name", "name_or_path", "prefix", "problem_type", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    # training
+    "attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "gradient_checkpointing",
+    "hidden_dropout", "initializer_range", "resid_pdrop",
+    # classes that put another head on
+    "id2label", "label2id", "num_labels",
+    # tokens that a decoder does not look at
+    "decoder_start_token_id", "mask_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    # what generate() does unless told, and what it returns; a request says so here
+    "bad_words_ids", "begin_suppress_tokens", "cache_implementation", "chunk_size_feed_forward",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "is_decoder",
+    "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pruned_heads", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "suppress_tokens",
+    "temperature", "top_k", "top_p", "typical_p", "use_cache",
+)  # fmt: skip
 
-_READ = frozenset(
-    {
-        "model_type",
-        "architectures",
-        "layer_types",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-        "attention_bias",
-        "mlp_bias",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "partial_rotary_factor",
-        "original_max_position_embeddings",
-        "bos_token_id",
-        "eos_token_id",
+
+def common_hf(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    *,
+    max_positions: int = 2048,
+    head_dim: int | None = None,
+    tied: bool = False,
+) -> dict[str, Any]:
+    """What every family's ``config.json`` states, as arguments of ``ModelConfig``.
+
+    The keyword arguments are the defaults of the family's configuration in transformers, which an
+    absent field stands for; ``head_dim`` None is the hidden size over the heads.
+    """
+    fields.inert(*INERT)
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    head_dim = head_dim or hidden_size // max(num_heads, 1)
+    return {
+        "architecture": fields.get("model_type", REQUIRED),
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", num_heads),
+        "head_dim": fields.integer("head_dim", head_dim),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "max_position_embeddings": fields.integer("max_position_embeddings", max_positions),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
+        "bos_token_id": fields.get("bos_token_id"),
+        "eos_token_ids": _ids(fields.get("eos_token_id"), generation.get("eos_token_id")),
     }
-)
-
-# Says nothing about the arithmetic of inference: provenance, training, storage.
-_INERT = frozenset(
-    {
-        "_name_or_path",
-        "attention_dropout",
-        "dtype",
-        "initializer_range",
-        "is_llama_config",
-        "pad_token_id",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "use_cache",
-    }
-)
 
 
-def _refuse_unserved_hf(config: Mapping[str, Any]) -> None:
-    for field, served in _SERVED_VALUES.items():
-        if config.get(field) not in served:
-            raise UserError(
-                f"config.json: {field}={config[field]!r} is not served "
-                f"(served: {', '.join(repr(value) for value in served)})"
-            )
-    classes = config.get("architectures") or ["LlamaForCausalLM"]
-    if "LlamaForCausalLM" not in classes:
-        raise UserError(f"config.json: architectures={classes!r} has no LlamaForCausalLM")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise UserError("config.json: layer_types other than full_attention are not served")
-    unknown = sorted(set(config) - _READ - _INERT - set(_SERVED_VALUES))
+def layer_windows(
+    fields: Fields, window: int | None, default: Collection[str]
+) -> tuple[int | None, ...]:
+    """``windows`` for ``layer_types``, or for ``default`` where the file has none.
+
+    Layers are ``full_attention`` or ``sliding_attention``. Raises UserError for other kinds.
+    """
+    kinds = fields.get("layer_types", default)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        _log.warning("config.json: these fields are not read: %s", ", ".join(unknown))
-
-
-def _required(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int):
-        raise UserError(f"config.json: {field} must be an integer, not {value!r}")
-    return value
-
-
-def _optional(config: Mapping[str, Any], field: str, default: Any) -> Any:
-    value = config.get(field)
-    return default if value is None else value
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
+        raise UserError(
+            f"{fields.where}layer_types={unknown} is not served (served: full_attention, "
+            "sliding_attention)"
+        )
+    if len(kinds) != len(default):
+        raise UserError(
+            f"{fields.where}layer_types are {len(kinds)}, but num_hidden_layers is {len(default)}"
+        )
+    if "sliding_attention" not in kinds:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    if window is None:
+        raise UserError(f"{fields.where}layer_types has sliding layers, but sliding_window is null")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _unique(values: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(values))
+def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """All of them, without repetition."""
+    lists = [[value] if isinstance(value, int) else value or [] for value in values]
+    return tuple(dict.fromkeys(token for tokens in lists for token in tokens))
 
 
 # --- GGUF ---------------------------------------------------------------------------------------
 
-_GGUF_READ = frozenset(
-    {
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
-        "attention.value_length",
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.attn_factor",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.type",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "vocab_size",
+
+class GGUFHeader(NamedTuple):
+    """What a GGUF file says beside the fields of its architecture.
+
+    ``metadata`` are all its fields as Python values, arrays as lists; ``tensors`` the names of its
+    tensors; ``rope_factors`` the tensor ``rope_freqs.weight``, float32 ``[D/2]``, if there is one.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: Collection[str]
+    rope_factors: np.ndarray | None = None
+
+
+def common_gguf(fields: Fields, header: GGUFHeader) -> dict[str, Any]:
+    """What every architecture's metadata states, as arguments of ``ModelConfig``.
+
+    GGUF writes neither tying nor biases down: both follow from the tensors.
+    """
+    fields.serve_only("expert_count", None, 0)  # how a dense model may say that it is one
+    fields.serve_only("expert_used_count", None, 0)
+    num_heads = fields.integer("attention.head_count")
+    hidden_size = fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden_size // max(num_heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(key, head_dim) != head_dim:
+            raise UserError(
+                f"{fields.where}{key} {fields.get(key)} differs from the head width {head_dim}"
+            )
+    metadata, context_length = header.metadata, fields.integer("context_length")
+    tokenizer = {
+        name: metadata.get(f"tokenizer.ggml.{name}")
+        for name in ("tokens", "bos_token_id", "eos_token_id", "eot_token_id")
     }
-)
-
-# Keys of which only these values change nothing: expert_count 0 is how a dense model may say so.
-_GGUF_INERT: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "rope.scaling.finetuned": (False, True),
-    "tensor_data_layout": ("Meta AI original pth",),
-}
-
-
-def _llama_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = "llama."
-    scoped = {
-        key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)
+    return {
+        "architecture": metadata["general.architecture"],
+        "vocab_size": fields.integer("vocab_size", len(tokenizer["tokens"] or ())),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_layers": fields.integer("block_count"),
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _shortest_float32(fields.number("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": context_length,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        "rope": RopeConfig.from_gguf(fields, context_length, header.rope_factors),
+        "bos_token_id": tokenizer["bos_token_id"],
+        "eos_token_ids": _ids(tokenizer["eos_token_id"], tokenizer["eot_token_id"]),
     }
-    for key, value in scoped.items():
-        if key not in _GGUF_READ and value not in _GGUF_INERT.get(key, ()):
-            raise UserError(f"GGUF: {prefix}{key}={value!r} is not served")
-    return scoped
-
-
-def _gguf_value(scoped: Mapping[str, Any], key: str) -> Any:
-    if key not in scoped:
-        raise UserError(f"GGUF: the metadata has no llama.{key}; the file is incomplete")
-    return scoped[key]
-
-
-def _gguf_int(scoped: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = default if default is not None and key not in scoped else _gguf_value(scoped, key)
-    if not isinstance(value, int):
-        raise UserError(f"GGUF: llama.{key}={value!r} is not served; one integer is expected")
-    return value
 
 
 def _shortest_float32(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05."""
-    import numpy as np
-
     return float(str(np.float32(value)))

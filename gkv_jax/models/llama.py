@@ -1,154 +1,119 @@
 """The Llama architecture: Llama 2 and 3, SmolLM2, TinyLlama and everything saved as ``llama``.
 
-Pure functions over a plain pytree, layers unrolled (so that every layer's cache is updated in place
-and layers may differ), read top to bottom. Positions are none of its business: see ``Attend``.
+A layer of its parameters::
 
-Parameters, with linear weights stored ``[in, out]`` (XLA:CPU multiplies a batch of a few rows faster
-that way than in the checkpoint's ``[out, in]``)::
-
-    embed [V, Dm]   norm [Dm]   head [V, Dm] (absent when tied to embed)
-    layers: a list of  attn_norm [Dm]   q [Dm, Hq·D]   k, v [Dm, Hk·D]   o [Hq·D, Dm]
-                       mlp_norm [Dm]    gate, up [Dm, F]   down [F, Dm]
-                       and ``<name>_bias [out]`` beside a linear weight, where the model has them
-
-``Llama.quantize`` makes int8 of them: linear weights become ``Int8Matrix``es, those that read the same
-input in one (``qkv``, ``gate_up``), and so does the head, tied or not.
+    attn_norm [Dm]   q [Dm, Hq·D]   k, v [Dm, Hk·D]   o [Hq·D, Dm]
+    mlp_norm [Dm]    gate, up [Dm, F]   down [F, Dm]
+    and ``<name>_bias [out]`` beside a linear weight, where the model has them
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from gkv_jax.models.config import ModelConfig
-from gkv_jax.models.protocol import Attend, AttentionLayer, Params
-from gkv_jax.rope import Rope
-from pallas_kernels.int8_matmul import Int8Matrix, int8_matmul, quantize
-from pallas_kernels.masked_head import Head, project
-
-_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""Weights that read the same input, and what they are called together."""
+from gkv_jax.models.config import GGUFHeader, ModelConfig, common_gguf, common_hf
+from gkv_jax.models.fields import Fields
+from gkv_jax.models.layers import linear, linears, rms_norm
+from gkv_jax.models.parameters import Changed, Naming, Parameter, module
+from gkv_jax.models.protocol import Attend, Params
+from gkv_jax.models.rope_config import RopeConfig
+from gkv_jax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama:
-    """A ``Decoder`` for ``ModelConfig`` of architecture ``llama``."""
+class Llama(Transformer):
+    """Pre-norm, SiLU-gated, rotary, grouped queries; biases where the configuration has them."""
 
-    config: ModelConfig
+    MODEL_TYPES = ("llama",)
+    ARCHITECTURES = ("LlamaForCausalLM",)
+    GGUF_ARCHITECTURES: ClassVar[tuple[str, ...]] = ("llama",)
+    FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # noqa: RUF012
 
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
+    @classmethod
+    def config_from_hf(cls, fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+        fields.serve_only("hidden_act", None, "silu", "swish")
+        fields.serve_only("pretraining_tp", None, 1)
+        common = common_hf(fields, generation)
+        return ModelConfig(
+            **common,
+            attention_bias=fields.flag("attention_bias"),
+            mlp_bias=fields.flag("mlp_bias"),
+            rope=RopeConfig.from_hf(fields, common["max_position_embeddings"]),
+        )
 
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.config.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.config.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
+    @classmethod
+    def config_from_gguf(cls, fields: Fields, header: GGUFHeader) -> ModelConfig:
+        fields.serve_only("tensor_data_layout", None, "Meta AI original pth")
+        return ModelConfig(**common_gguf(fields, header))
 
     @property
-    def layers(self) -> tuple[AttentionLayer, ...]:
-        layer = AttentionLayer(Rope(self.config.rope, self.config.head_dim))
-        return (layer,) * self.config.num_layers
+    def biased(self) -> tuple[str, ...]:
+        """The linear weights that have a bias."""
+        attention = ("q", "k", "v", "o") if self.config.attention_bias else ()
+        return attention + (("gate", "up", "down") if self.config.mlp_bias else ())
 
-    @staticmethod
-    def from_checkpoint(params: Params) -> Params:
-        """Parameters as ``gkv_jax.weights`` loads them, ``[out, in]``, in this model's layout."""
-        layers = [jax.tree.map(jnp.transpose, layer) for layer in params["layers"]]  # 1-D: as it is
-        return {**params, "layers": layers}
+    def layer_parameters(self, layer: int) -> Iterator[Parameter]:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        for name, huggingface, gguf, shape in (
+            ("attn_norm", "input_layernorm", "attn_norm", (hidden,)),
+            ("q", "self_attn.q_proj", "attn_q", (queries, hidden)),
+            ("k", "self_attn.k_proj", "attn_k", (keys, hidden)),
+            ("v", "self_attn.v_proj", "attn_v", (keys, hidden)),
+            ("o", "self_attn.o_proj", "attn_output", (hidden, queries)),
+            ("mlp_norm", "post_attention_layernorm", "ffn_norm", (hidden,)),
+            ("gate", "mlp.gate_proj", "ffn_gate", (inner, hidden)),
+            ("up", "mlp.up_proj", "ffn_up", (inner, hidden)),
+            ("down", "mlp.down_proj", "ffn_down", (hidden, inner)),
+        ):
+            yield from module(layer, name, huggingface, gguf, shape, name in self.biased)
 
-    def quantize(self, params: Params) -> Params:
-        """The same parameters with int8 weights (embedding, norms and biases stay as they are)."""
-
-        def of_layer(layer: Params) -> Params:
-            rest = {name: leaf for name, leaf in layer.items() if leaf.ndim == 1}
-            for name in ("o", "down"):
-                rest[name] = quantize(layer[name].T)
-            for name, parts in _FUSED.items():
-                rest[name] = quantize(jnp.concatenate([layer[part].T for part in parts]))
-            return rest
-
-        layers = [of_layer(layer) for layer in params["layers"]]
-        name = "embed" if self.config.tie_word_embeddings else "head"
-        return {**params, "layers": layers, "head": quantize(params[name])}
+    def checkpoint(
+        self, tensors: Mapping[str, np.ndarray], naming: Naming
+    ) -> Mapping[str, np.ndarray]:
+        """llama.cpp's converter reorders the rows of q and k of this architecture, and of no other."""
+        return Changed(tensors, self._in_head_order) if naming == "gguf" else tensors
 
     def hidden(self, params: Params, tokens: jax.Array, attend: Attend) -> jax.Array:
         """Tokens ``[B,N]`` int32 to final hidden states ``[B,N,Dm]``, normalised."""
+        eps = self.config.rms_norm_eps
         x = params["embed"][tokens]
         for index, layer in enumerate(params["layers"]):
             with jax.named_scope(f"layer{index}"):  # so that profiles and schedules can be read
-                x = x + self._attention(layer, index, self._norm(x, layer["attn_norm"]), attend)
-                x = x + self._mlp(layer, self._norm(x, layer["mlp_norm"]))
-        return self._norm(x, params["norm"])
+                q, k, v = self.qkv(layer, rms_norm(x, layer["attn_norm"], eps))
+                out = attend(index, q, k, v)
+                x = x + linear(layer, "o", out.reshape(*x.shape[:2], -1))
+                x = x + self._mlp(layer, rms_norm(x, layer["mlp_norm"], eps))
+        return rms_norm(x, params["norm"], eps)
 
-    def head(self, params: Params) -> Head:
-        """The LM head ``[V,Dm]``."""
-        head: Head = params["head"] if "head" in params else params["embed"]
-        return head
-
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """Hidden states ``[..., Dm]`` to float32 logits ``[..., V]``."""
-        head = self.head(params)
-        return project(hidden.astype(head.dtype), head)
-
-    def _attention(self, layer: Params, index: int, x: jax.Array, attend: Attend) -> jax.Array:
-        batch, queries, _ = x.shape
-
-        config = self.config
-        widths = [n * self.head_dim for n in (config.num_heads, *[config.num_kv_heads] * 2)]
-        projected = _linears(layer, "qkv", x, widths)
-        q, k, v = (y.reshape(batch, queries, -1, self.head_dim) for y in projected)
-        out = attend(index, q, k, v)
-        return _linear(layer, "o", out.reshape(batch, queries, -1))
+    def qkv(self, layer: Params, x: jax.Array) -> Sequence[jax.Array]:
+        """Queries ``[B,N,Hq,D]``, keys and values ``[B,N,Hk,D]`` of normalised ``x [B,N,Dm]``."""
+        widths = [heads * self.head_dim for heads in (self.num_heads, *[self.num_kv_heads] * 2)]
+        projected = linears(layer, "qkv", self.FUSED["qkv"], x, widths)
+        return [y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected]
 
     def _mlp(self, layer: Params, x: jax.Array) -> jax.Array:
-        gate, up = _linears(layer, "gate_up", x, [self.config.intermediate_size] * 2)
-        return _linear(layer, "down", jax.nn.silu(gate) * up)
+        widths = [self.config.intermediate_size] * 2
+        gate, up = linears(layer, "gate_up", self.FUSED["gate_up"], x, widths)
+        return linear(layer, "down", jax.nn.silu(gate) * up)
 
-    def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """RMSNorm in float32 (arXiv 1910.07467)."""
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(
-            jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.config.rms_norm_eps
-        )
-        return weight.reshape((1,) * (x.ndim - 1) + (-1,)) * (x32 * scale).astype(x.dtype)
-
-
-def _linears(layer: Params, fused: str, x: jax.Array, widths: Sequence[int]) -> Sequence[jax.Array]:
-    """Several linear maps of ``x``, of these output widths, in one product where they are fused."""
-    names = _FUSED[fused]
-    if fused not in layer:
-        return [_linear(layer, name, x) for name in names]
-    ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-    parts = jnp.split(_product(x, layer[fused]), ends, axis=-1)
-    return [_add_bias(layer, name, part) for name, part in zip(names, parts, strict=True)]
+    def _in_head_order(self, name: str, array: np.ndarray) -> np.ndarray:
+        heads = {"attn_q": self.num_heads, "attn_k": self.num_kv_heads}.get(name.split(".")[-2])
+        if heads is None or array.shape[0] != heads * self.head_dim:  # its shape is refused later
+            return array
+        return unpermute_rows(array, heads)
 
 
-def _linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
-    return _add_bias(layer, name, _product(x, layer[name]))
+def unpermute_rows(array: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's row order of ``attn_q`` and ``attn_k``: ``[heads * D, ...]`` float32.
 
-
-def _product(x: jax.Array, weight: jax.Array | Int8Matrix) -> jax.Array:
-    if isinstance(weight, Int8Matrix):
-        return int8_matmul(x, weight).astype(x.dtype)
-    return x @ weight
-
-
-def _add_bias(layer: Params, name: str, y: jax.Array) -> jax.Array:
-    bias = layer.get(f"{name}_bias")
-    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+    Its converter interleaves the two halves of each head, (0, D/2, 1, D/2 + 1, ...), because its
+    rotary embedding turns neighbouring rows; Hugging Face's turns row i with row i + D/2.
+    """
+    rows, *rest = array.shape
+    pairs = rows // heads // 2
+    halves = array.reshape(heads, pairs, 2, *rest).swapaxes(1, 2)
+    return np.ascontiguousarray(halves, dtype=np.float32).reshape(rows, *rest)

@@ -17,12 +17,17 @@ class AttentionLayer:
     """What the cache must know of one attention layer.
 
     Attributes:
-      rope: its rotation.
+      rope: its rotation; None where keys and queries come as the model wants them: rotated by its own
+        code already, or never.
       window: positions that a query sees, itself included (``j > i - window``); None for all.
     """
 
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Channels of a head, its first, that ``rope`` turns; 0 without one."""
+        return 0 if self.rope is None else self.rope.config.rotary_dim(head_dim)
 
 
 class Attend(Protocol):
@@ -30,7 +35,14 @@ class Attend(Protocol):
 
     Whoever calls the model supplies it. Positions, masks and caches live behind this function, so
     the same model code trains, prefills, streams through a ring and is scored by SnapKV.
+
+    Attributes:
+      positions: true position of each token in its text, int32 ``[B,N]``, for models that need it outside
+        attention (learned positions), or that rotate keys themselves (``AttentionLayer.rope`` None).
     """
+
+    @property
+    def positions(self) -> jax.Array: ...
 
     def __call__(
         self,
@@ -47,7 +59,7 @@ class Attend(Protocol):
 
         Args:
           layer: index of the layer.
-          q, k, v: before rotation.
+          q, k, v: before rotation, unless the layer has none.
           scale: factor on the products; None for ``D ** -0.5``.
           soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
           sinks: learned sink logits, float32 ``[Hq]``: one more key without a value (gpt-oss).

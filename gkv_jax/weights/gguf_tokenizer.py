@@ -1,6 +1,7 @@
 """The tokenizer inside a GGUF file, as a Hugging Face tokenizer.
 
-Built with the ``tokenizers`` package from the vocabulary, merges and flags that llama.cpp stores.
+Built with the ``tokenizers`` package from the vocabulary, merges or scores, and flags that llama.cpp
+has in it.
 GGUF names the pre-tokenizer instead of describing it, so the table below gives each name's meaning;
 a name that is not in it is refused, because a wrong split changes tokens without any error.
 """
@@ -56,6 +57,8 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 # sequences with its BOS token unless the file says otherwise.
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
 
+_INCONSISTENT = "GGUF: the tokenizer's tokens, token types, scores or merges are inconsistent"
+
 
 def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Any:
     """A ``transformers.PreTrainedTokenizerFast`` from GGUF metadata.
@@ -78,12 +81,13 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Any:
         if key in metadata
     }
     options: dict[str, Any] = {}
-    if "llama.context_length" in metadata:
-        options["model_max_length"] = metadata["llama.context_length"]
+    context_length = f"{metadata.get('general.architecture', 'llama')}.context_length"
+    if context_length in metadata:
+        options["model_max_length"] = metadata[context_length]
     if "tokenizer.chat_template" in metadata:
         options["chat_template"] = metadata["tokenizer.chat_template"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level_bpe(metadata),
+        tokenizer_object=_tokenizer(metadata),
         clean_up_tokenization_spaces=False,
         **special,
         **options,
@@ -97,23 +101,23 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> list[str]:
     return sorted({path.name for path in folder.iterdir()} - before)
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+def _tokenizer(metadata: Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken
 
-    kind, pre = _field(metadata, "model"), _field(metadata, "pre")
-    if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
+    kind = _field(metadata, "model")
+    pre = None if kind == "llama" else _field(metadata, "pre")
+    tokens, types = _field(metadata, "tokens"), _field(metadata, "token_type")
+    if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
+        raise UserError(_INCONSISTENT)
+    if kind == "llama":
+        tokenizer = _sentencepiece(metadata, tokens, types)
+    elif kind == "gpt2" and pre in _PRE_TOKENIZERS:
+        tokenizer = _byte_level_bpe(metadata, tokens, pre)
+    else:
         raise UserError(
             f"GGUF: tokenizer {kind!r} with pre-tokenizer {pre!r} is not served (served: gpt2 with "
-            f"{', '.join(sorted(_PRE_TOKENIZERS))}); load the model from its Hugging Face folder"
+            f"{', '.join(sorted(_PRE_TOKENIZERS))}; llama); load the model from its Hugging Face folder"
         )
-    tokens, types = _field(metadata, "tokens"), _field(metadata, "token_type")
-    merges = [tuple(merge.split(" ")) for merge in _field(metadata, "merges")]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens) or len(types) != len(tokens) or any(len(m) != 2 for m in merges):
-        raise UserError("GGUF: the tokenizer's tokens, token types or merges are inconsistent")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=special)
@@ -123,9 +127,36 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Any:
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         raise UserError("GGUF: tokenizer.ggml.add_eos_token is not served; prompts do not end")
-    if metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3):
+    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _LLAMA3):
         tokenizer.post_processor = _prepend(tokens, metadata["tokenizer.ggml.bos_token_id"])
     return tokenizer
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], pre: str) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    merges = [tuple(merge.split(" ")) for merge in _field(metadata, "merges")]
+    if any(len(merge) != 2 for merge in merges):
+        raise UserError(_INCONSISTENT)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+    from gkv_jax.weights.gguf_sentencepiece import sentencepiece_bpe
+
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        raise UserError(
+            "GGUF: tokenizer.ggml.add_space_prefix is not served (Gemma has it false); load the model "
+            "from its Hugging Face folder"
+        )
+    scores, unknown = _field(metadata, "scores"), tokens[_field(metadata, "unknown_token_id")]
+    if len(scores) != len(tokens):
+        raise UserError(_INCONSISTENT)
+    return sentencepiece_bpe(tokens, scores, types, unknown)
 
 
 def _prepend(tokens: list[str], bos: int) -> Any:

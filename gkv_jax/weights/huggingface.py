@@ -4,23 +4,32 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import ModelConfig
+from gkv_jax.models import families
+from gkv_jax.models.mxfp4 import BLOCKS, SCALES
+from gkv_jax.models.transformer import Transformer
 
 _PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 # Second copies of the weights in the layouts of other libraries.
 _NOT_PATTERNS = ["consolidated*", "original/*", "onnx/*", "runs/*"]
 
+# What a family that reads MXFP4 (gkv_jax.models.mxfp4) takes as it is stored.
+_MXFP4 = (BLOCKS, SCALES)
+
 
 @dataclass(frozen=True)
 class SafetensorsCheckpoint(Mapping[str, np.ndarray]):
-    """The tensors of one or several safetensors files, read one at a time when looked up."""
+    """The tensors of one or several safetensors files: views of the files, mapped when looked up.
 
-    _file_of: dict[str, Path]
+    A view is read while it is converted, and its memory is free again when it is dropped.
+    """
+
+    _stored: dict[str, "_Stored"]
 
     @classmethod
     def open(cls, folder: Path) -> "SafetensorsCheckpoint":
@@ -39,41 +48,61 @@ class SafetensorsCheckpoint(Mapping[str, np.ndarray]):
                     f"{folder}: expected model.safetensors or model.safetensors.index.json, found "
                     f"{len(files)} safetensors files; convert other formats with save_pretrained"
                 )
-            file_of = dict.fromkeys(_names(files[0]), files[0])
+            file_of = dict.fromkeys(_stored(files[0]), files[0])
+        stored: dict[str, _Stored] = {}
         for file in sorted(set(file_of.values())):
-            present = set(_names(file))
+            present = _stored(file)
             claimed = {name for name, other in file_of.items() if other == file}
-            if claimed != present:
-                wrong = ", ".join(sorted(claimed ^ present)[:8])
+            if claimed != present.keys():
+                wrong = ", ".join(sorted(claimed ^ present.keys())[:8])
                 raise UserError(f"{file.name} and {index.name} disagree about: {wrong}")
-        return cls(file_of)
+            stored |= present
+        return cls(stored)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        from safetensors import safe_open
-
-        with safe_open(self._file_of[name], framework="numpy") as file:
-            array: np.ndarray = file.get_tensor(name)
-        if (
-            array.dtype not in (np.float32, np.float16, np.float64)
-            and array.dtype.name != "bfloat16"
-        ):
+        stored = self._stored[name]
+        floating = stored.dtype in _FLOATING
+        if not floating and not (stored.dtype == "U8" and name.endswith(_MXFP4)):
             raise UserError(
-                f"tensor {name} is stored as {array.dtype.name}; "
-                "quantised safetensors are not served"
+                f"tensor {name} is stored as {stored.dtype}; quantised safetensors are not served"
             )
-        return array
+        dtype = np.dtype(_FLOATING[stored.dtype] if floating else np.uint8)
+        if 0 in stored.shape:
+            return np.empty(stored.shape, dtype)
+        mapped = np.memmap(stored.file, dtype, "r", stored.start, stored.shape)
+        return mapped.view(np.ndarray)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._stored)
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a folder with ``config.json``, and ``generation_config.json`` if any."""
+class _Stored(NamedTuple):
+    """Where a tensor lies: ``dtype`` as safetensors calls it, ``start`` in bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+_FLOATING = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+
+
+def read_model(folder: Path) -> Transformer:
+    """The architecture that ``config.json``, and ``generation_config.json`` if any, describe.
+
+    Raises UserError, naming the field, for what is not served.
+    """
     generation = folder / "generation_config.json"
-    return ModelConfig.from_hf(
+    return families.from_hf(
         read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None
     )
 
@@ -136,19 +165,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _names(file: Path) -> list[str]:
-    import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
+def _stored(file: Path) -> dict[str, _Stored]:
+    """The header of a file, which the safetensors package has found to be whole."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy") as tensors:
-            return list(tensors.keys())
+        with safe_open(file, framework="numpy"):
+            pass
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
     except FileNotFoundError as error:
         raise UserError(f"{file.parent} has no {file.name}, which its index names") from error
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file} is truncated or damaged ({_first_line(error)}); download it again"
         ) from error
+    return {
+        name: _Stored(
+            file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -1,57 +1,24 @@
-"""The parameter tree, and the one table that ties it to the names used in checkpoints.
+"""Parameter trees from checkpoints, and back: one leaf at a time, by the model's own table."""
 
-    params = {"embed": [V, Dm], "norm": [Dm], "head": [V, Dm],          # "head" only when not tied
-              "layers": [{"attn_norm": [Dm], "q": [Hq*D, Dm], "k": [Hk*D, Dm], "v": [Hk*D, Dm],
-                          "o": [Dm, Hq*D], "mlp_norm": [Dm], "gate": [F, Dm], "up": [F, Dm],
-                          "down": [Dm, F], ...}, ...]}
-
-plus ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias`` with ``attention_bias`` and ``gate_bias``,
-``up_bias``, ``down_bias`` with ``mlp_bias``. Matrices are ``[out, in]`` and heads are in the order
-of Hugging Face checkpoints (half-split rotary embeddings), so that reading one moves no element.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import ModelConfig
+from gkv_jax.models.parameters import Naming, Parameter
+from gkv_jax.models.transformer import Transformer
+from gkv_jax.weights.placement import Placement, place_of
 
 Params = dict[str, Any]
-Naming = Literal["huggingface", "gguf"]
+Place = Callable[[Parameter, str, np.ndarray], Any]
+"""Takes a leaf, its tensor's name in the checkpoint, and the tensor as the tree has it."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-
-@dataclass(frozen=True)
-class Parameter:
-    """One leaf of the tree, and its names elsewhere. ``layer`` is None outside the layers."""
-
-    name: str
-    layer: int | None
-    huggingface: str
-    gguf: str
-    shape: tuple[int, ...]
-
-    def key(self, naming: Naming) -> str:
-        return self.huggingface if naming == "huggingface" else self.gguf
-
-
-# name -> (module in a Hugging Face layer, tensor in a GGUF block)
-_LAYER_MODULES = {
-    "attn_norm": ("input_layernorm", "attn_norm"),
-    "q": ("self_attn.q_proj", "attn_q"),
-    "k": ("self_attn.k_proj", "attn_k"),
-    "v": ("self_attn.v_proj", "attn_v"),
-    "o": ("self_attn.o_proj", "attn_output"),
-    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-    "gate": ("mlp.gate_proj", "ffn_gate"),
-    "up": ("mlp.up_proj", "ffn_up"),
-    "down": ("mlp.down_proj", "ffn_down"),
-}
+_PATIENCE_S = 2.0
+"""What takes longer has a progress bar."""
 
 TIED_HEAD = {"huggingface": "lm_head.weight", "gguf": "output.weight"}
 
@@ -62,124 +29,113 @@ _NOT_WEIGHTS = (
 )
 
 
-def parameters(config: ModelConfig) -> Iterator[Parameter]:
-    """Every leaf that a model of this configuration has, in the order of the network."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
-    shapes = {
-        "attn_norm": (hidden,),
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "o": (hidden, queries),
-        "mlp_norm": (hidden,),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
-    biased = (("q", "k", "v", "o") if config.attention_bias else ()) + (
-        ("gate", "up", "down") if config.mlp_bias else ()
-    )
-    yield Parameter(
-        "embed", None, "model.embed_tokens.weight", "token_embd.weight", (vocab, hidden)
-    )
-    for layer in range(config.num_layers):
-        for name, (module, block) in _LAYER_MODULES.items():
-            prefixes = f"model.layers.{layer}.{module}", f"blk.{layer}.{block}"
-            yield Parameter(
-                name, layer, f"{prefixes[0]}.weight", f"{prefixes[1]}.weight", shapes[name]
-            )
-            if name in biased:
-                yield Parameter(
-                    f"{name}_bias",
-                    layer,
-                    f"{prefixes[0]}.bias",
-                    f"{prefixes[1]}.bias",
-                    shapes[name][:1],
-                )
-    yield Parameter("norm", None, "model.norm.weight", "output_norm.weight", (hidden,))
-    if not config.tie_word_embeddings:
-        yield Parameter("head", None, "lm_head.weight", "output.weight", (vocab, hidden))
-
-
-def tree_of(config: ModelConfig, make: Callable[[Parameter], Any]) -> Params:
+def tree_of(model: Transformer, make: Callable[[Parameter], Any]) -> Params:
     """The parameter tree with what ``make`` gives for each leaf."""
-    tree: Params = {"layers": [{} for _ in range(config.num_layers)]}
-    for leaf in parameters(config):
+    tree: Params = {"layers": [{} for _ in range(model.num_layers)]}
+    for leaf in model.parameters():
         place = tree if leaf.layer is None else tree["layers"][leaf.layer]
         place[leaf.name] = make(leaf)
     return tree
 
 
-def placer(
-    dtype: str, device: jax.Device | jax.sharding.Sharding | None = None
-) -> Callable[[str, np.ndarray], jax.Array]:
-    """A function that converts one host array to ``dtype`` and puts it on ``device``.
-
-    It takes the tensor's name for its error: UserError when a finite value overflows float16.
-    """
+def check_dtype(dtype: str) -> None:
+    """Raises UserError for a dtype that weights cannot take."""
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not served; known: {', '.join(DTYPES)}")
+
+
+def placer(dtype: str, placement: Placement = None) -> Place:
+    """A function that converts one host array to ``dtype`` and puts it where ``placement`` says.
+
+    On the host it takes the memory of the result, which on CPUs becomes the array itself. It raises
+    UserError, naming the tensor, when a finite value overflows float16.
+    """
+    check_dtype(dtype)
     target = jax.numpy.dtype(dtype)
 
-    def place(name: str, array: np.ndarray) -> jax.Array:
-        with np.errstate(over="ignore"):
-            converted = array.astype(target, copy=False)
+    def place(leaf: Parameter, name: str, array: np.ndarray) -> jax.Array:
+        converted = _converted(array, target)
         if dtype == "float16" and not np.isfinite(converted).all():
             raise UserError(f"tensor {name} does not fit float16; use dtype bfloat16 or float32")
-        return jax.device_put(converted, device)
+        return jax.device_put(converted, place_of(placement, leaf.path, array.shape))
 
     return place
 
 
+_BLOCK_BYTES = 8 << 20
+_ALIGNMENT = 64
+"""JAX takes over host memory that begins at a multiple of this, instead of copying it."""
+
+
+def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A contiguous copy of ``array`` in ``dtype``, made in blocks of rows as they lie in memory."""
+    size = array.size * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    out = memory[start : start + size].view(dtype).reshape(array.shape)
+    rows_last = array.ndim == 2 and abs(array.strides[0]) < abs(array.strides[1])
+    source, target = (array.T, out.T) if rows_last else (array, out)
+    step = max(1, _BLOCK_BYTES * len(source) // max(size, 1))
+    with np.errstate(over="ignore"):
+        for row in range(0, len(source), step):
+            target[row : row + step] = source[row : row + step]
+    return out
+
+
 def fill_params(
-    config: ModelConfig,
+    model: Transformer,
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
-    place: Callable[[str, np.ndarray], Any],
+    place: Place,
 ) -> Params:
-    """Build the tree from ``tensors``, reading and placing one tensor at a time.
+    """Build the tree from ``tensors``, reading, transposing and placing one tensor at a time.
 
-    ``tensors`` maps the checkpoint's names to arrays ``[out, in]``; a lazy mapping keeps host
-    memory at one tensor. Raises UserError that lists tensors which are missing, unexpected or
-    misshapen, or when a tied checkpoint stores a head that differs from its embedding.
+    ``tensors`` maps the checkpoint's names to arrays, linear weights ``[out, in]``; a lazy mapping
+    keeps host memory at one tensor. Raises UserError that lists tensors which are missing,
+    unexpected or misshapen, or when a tied checkpoint stores a head that differs from its embedding.
+    A progress bar appears on terminals when it takes long.
     """
-    wanted = list(parameters(config))
-    _compare_names(config, {leaf.key(naming) for leaf in wanted}, set(tensors), naming)
+    from tqdm import tqdm
+
+    tensors = model.checkpoint(tensors, naming)
+    wanted = {leaf.key(naming) for leaf in model.parameters()}
+    _compare_names(model, wanted, set(tensors), naming)
 
     def read(leaf: Parameter) -> Any:
         key = leaf.key(naming)
         array = tensors[key]
         if array.shape != leaf.shape:
-            raise UserError(
-                f"tensor {key} has shape {list(array.shape)}, but the configuration "
-                f"says {list(leaf.shape)}"
-            )
-        if leaf.name == "embed" and config.tie_word_embeddings:
+            _refuse_shapes(model, tensors, naming, leaf)
+        if leaf.name == "embed" and model.config.tie_word_embeddings:
             _check_tied_head(array, tensors, naming)
-        return place(key, array)
+        placed = place(leaf, key, array.T if leaf.linear else array)
+        bar.update()
+        return placed
 
-    return tree_of(config, read)
+    with tqdm(
+        total=len(wanted), desc="weights", unit="tensor", delay=_PATIENCE_S, disable=None
+    ) as bar:
+        return tree_of(model, read)
 
 
-def to_hf_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """The inverse of :func:`fill_params`: host arrays under the names of ``LlamaForCausalLM``.
+def to_hf_state_dict(model: Transformer, params: Params) -> dict[str, np.ndarray]:
+    """The inverse of :func:`fill_params`: host arrays under the names of transformers' class.
 
     As in torch's ``state_dict``, a tied model has ``lm_head.weight`` too (the embedding itself).
     """
     state = {}
-    for leaf in parameters(config):
+    for leaf in model.parameters():
         node = params if leaf.layer is None else params["layers"][leaf.layer]
-        state[leaf.huggingface] = np.asarray(node[leaf.name])
-    if config.tie_word_embeddings:
+        array = np.asarray(node[leaf.name])
+        state[leaf.huggingface] = array.T if leaf.linear else array
+    if model.config.tie_word_embeddings:
         state[TIED_HEAD["huggingface"]] = state["model.embed_tokens.weight"]
     return state
 
 
-def _compare_names(config: ModelConfig, wanted: set[str], found: set[str], naming: Naming) -> None:
+def _compare_names(model: Transformer, wanted: set[str], found: set[str], naming: Naming) -> None:
     extra = {name for name in found - wanted if not name.endswith(_NOT_WEIGHTS)}
-    if config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         extra.discard(TIED_HEAD[naming])  # _check_tied_head looks at its values
     missing = wanted - found
     faults = []
@@ -190,6 +146,22 @@ def _compare_names(config: ModelConfig, wanted: set[str], found: set[str], namin
     if faults:
         hint = "; the configuration may belong to another checkpoint"
         raise UserError("the tensors do not fit the configuration; " + "; ".join(faults) + hint)
+
+
+def _refuse_shapes(
+    model: Transformer, tensors: Mapping[str, np.ndarray], naming: Naming, first: Parameter
+) -> NoReturn:
+    """The misshapen tensors of the first layer that has one, and those outside of the layers."""
+    layers = (None, first.layer or 0)
+    faults = []
+    for leaf in (leaf for leaf in model.parameters() if leaf.layer in layers):
+        shape = tensors[leaf.key(naming)].shape
+        if shape != leaf.shape:
+            faults.append(f"{leaf.key(naming)} {list(shape)} instead of {list(leaf.shape)}")
+    raise UserError(
+        f"the tensors have other shapes than the configuration says: {'; '.join(faults)}; "
+        "the configuration may belong to another checkpoint"
+    )
 
 
 def _listed(names: set[str], limit: int = 12) -> str:

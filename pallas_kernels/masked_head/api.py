@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.int8_matmul import Int8Matrix
-from pallas_kernels.masked_head.project import Head, project
+from pallas_kernels.masked_head.project import GivenLogits, Head, SoftCapped, project
 from pallas_kernels.masked_sample.api import check_sampling, masked_sample
 from pallas_kernels.masked_sample.rows import Rows
 
@@ -48,8 +48,9 @@ def masked_head(
 
     Args:
       hidden: final hidden states `[B,N,Dm]`: float32, bfloat16 or float16.
-      head: `[V,Dm]` of the same dtype; the embedding, where it is tied. Or an `Int8Matrix` of that shape
-        and dtype, which XLA multiplies.
+      head: `[V,Dm]` of the same dtype; the embedding, where it is tied. Or an `Int8Matrix` or
+        `SoftCapped` of that shape and dtype, which XLA multiplies. Or `GivenLogits`: `hidden` are the
+        logits `[B,N,V]`, and `masked_sample` samples them all.
       bitmask, enabled, positions, rows, implementation: as in `pallas_kernels.masked_sample`.
 
     Raises:
@@ -88,6 +89,13 @@ def sample_active(
     Arguments and errors are those of `masked_head`.
     """
     _check(hidden, head, bitmask, enabled, positions, rows)
+    if isinstance(head, GivenLogits):
+        unfiltered = rows.without_filters
+        logits = project(hidden, head)
+        tokens = masked_sample(
+            logits, bitmask, enabled, positions, unfiltered, implementation=implementation
+        )
+        return HeadSample(tokens, jnp.int32(head.vocab_size))
     module = _choose(hidden, head, implementation)
     if positions.size == 0:
         return HeadSample(positions, jnp.int32(0))
@@ -95,7 +103,7 @@ def sample_active(
 
 
 def _choose(hidden: jax.Array, head: Head, implementation: Implementation | None) -> ModuleType:
-    if isinstance(head, Int8Matrix):  # the kernels read floating heads
+    if isinstance(head, Int8Matrix | SoftCapped | GivenLogits):  # the kernels read floating heads
         implementation = "xla"
     return dispatch.choose(
         "masked_head",
@@ -117,8 +125,9 @@ def _check(
             f"hidden: must be float [B,N,Dm] with B, N = {list(positions.shape)} as in positions, "
             f"got {hidden.dtype} {list(hidden.shape)}"
         )
-    if head.dtype != hidden.dtype or len(head.shape) != 2 or head.shape[1] != hidden.shape[-1]:
+    dtype = jnp.dtype(head.dtype)
+    if dtype != hidden.dtype or len(head.shape) != 2 or head.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"head: must be {hidden.dtype} [V,{hidden.shape[-1]}], got {head.dtype} {list(head.shape)}"
+            f"head: must be {hidden.dtype} [V,{hidden.shape[-1]}], got {dtype} {list(head.shape)}"
         )
     check_sampling(bitmask, enabled, positions, rows, head.shape[0])

@@ -10,8 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.bitmask.packed import BITS_PER_WORD
-from pallas_kernels.int8_matmul import Int8Matrix
-from pallas_kernels.masked_head.project import Head, project
+from pallas_kernels.masked_head.project import Head, project, project_rows
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import xla as sampler
 from pallas_kernels.masked_sample.rows import Rows
@@ -59,12 +58,6 @@ def sample_active(
     return lax.cond(few, active_only, at_once)
 
 
-def _rows(head: Head, start: jax.Array) -> Head:
-    if isinstance(head, Int8Matrix):
-        return head.rows(start, TILE)
-    return lax.dynamic_slice_in_dim(head, start, TILE)
-
-
 def _visit(
     hidden: jax.Array,
     head: Head,
@@ -80,7 +73,7 @@ def _visit(
         def one(index: jax.Array, best: sampler.Best) -> sampler.Best:
             # A tile that would stick out begins earlier: what is seen twice changes nothing.
             start = jnp.minimum(indices[index] * TILE, head.shape[0] - TILE)
-            logits = project(hidden, _rows(head, start))
+            logits = project_rows(hidden, head, start, TILE)
             tokens = start + jnp.arange(TILE, dtype=jnp.int32)
             is_legal = sampler.legal(words, start, TILE)
             return sampler.better(best, score(logits, tokens, least), is_legal, tokens)

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.compile_matrix.cases import Case
 from gkv_jax.cache import Cache, CacheSpec, init_cache
 from gkv_jax.decode import device_loop, drafting_loop
-from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
+from gkv_jax.models.rope_config import RopeConfig
 from gkv_jax.prefill import prefill_chunk
 from gkv_jax.sampling import MAX_LOGPROBS, greedy_rows
 from gkv_jax.weights.parameters import tree_of
@@ -83,8 +83,7 @@ def shapes(
 
 
 def param_shapes(model: Llama) -> Any:
-    stored = tree_of(model.config, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16))
-    return jax.eval_shape(model.from_checkpoint, stored)
+    return tree_of(model, lambda leaf: jax.ShapeDtypeStruct(leaf.tree_shape, jnp.bfloat16))
 
 
 def cache_shapes(spec: CacheSpec, model: Llama, batch: int) -> Cache:

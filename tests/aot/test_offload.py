@@ -15,9 +15,9 @@ from gkv_jax.cache import Cache, CacheSpec, Layout, init_cache
 from gkv_jax.models.llama import Llama
 from gkv_jax.prefill import prefill_chunk
 from gkv_jax.step import StepInputs, forward
-from gkv_jax.weights.parameters import tree_of
 from tests.aot.hlo import Program
 from tests.aot.test_decode_loop import CONFIG as TWO_LAYERS
+from tests.aot.test_decode_loop import param_shapes
 from tests.aot.topology import GENERATIONS, Generation, tpu_devices
 
 pytestmark = pytest.mark.aot
@@ -67,8 +67,7 @@ def compiled(generation: Generation, program: str, memory: Memory) -> jax.stages
             tree,
         )
 
-    stored = tree_of(CONFIG, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16))
-    params = place(jax.eval_shape(MODEL.from_checkpoint, stored))
+    params = place(param_shapes(MODEL))
     cache = jax.eval_shape(lambda: init_cache(spec, MODEL, BATCH, jnp.dtype(jnp.bfloat16)))
     layout = Layout.of(spec, MODEL)
     layers = []

@@ -16,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.masked_head import masked_head, mosaic_tpu, triton, xla
+from pallas_kernels.int8_matmul import quantize
+from pallas_kernels.masked_head import (
+    GivenLogits,
+    SoftCapped,
+    masked_head,
+    mosaic_tpu,
+    project,
+    sample_active,
+    triton,
+    xla,
+)
 from pallas_kernels.masked_head.tiles import active_tiles
 from pallas_kernels.masked_sample import Rows, arithmetic
 from pallas_kernels.masked_sample import xla as sampler
@@ -92,9 +102,9 @@ class Operands:
         exact = np.einsum("bnd,vd->bnv", self.hidden.astype(float), self.head.astype(float))
         return exact.astype(np.float32)
 
-    def tokens(self) -> np.ndarray:
+    def tokens(self, logits: np.ndarray | None = None) -> np.ndarray:
         """What the masked argmax of exact logits, or of these and the noise, is in NumPy."""
-        logits = self.logits
+        logits = self.logits if logits is None else logits
         noisy = noisy_scores(logits.shape[-1])(logits, self.positions, self.rows)
         is_random = self.rows.temperature[:, None, None] > 0
         scores = np.where(self.legal, np.where(is_random, noisy, logits), -np.inf)
@@ -482,6 +492,112 @@ class TestActiveTiles:
         last = active[-1:].tolist() or [0]
         assert count == active.size
         assert indices.tolist() == active.tolist() + last * (number - active.size)
+
+
+CAP = 30.0
+
+
+def capped(logits: np.ndarray) -> np.ndarray:
+    return (CAP * np.tanh(logits.astype(float) / CAP)).astype(np.float32)
+
+
+class TestSoftCapped:
+    @pytest.mark.parametrize("form", [jnp.asarray, quantize], ids=["array", "int8"])
+    def test_logits(self, form):
+        operands = Operands.make(np.zeros((2, 3, 100), bool), features=8)
+        head = form(jnp.asarray(operands.head))
+        np.testing.assert_allclose(
+            project(operands.hidden, SoftCapped(head, CAP)),
+            capped(np.asarray(project(operands.hidden, head))),
+            rtol=1e-6,
+        )
+
+    def test_tokens_and_rows_read(self):
+        """Noise is put to the capped logits, and tiles are skipped as ever."""
+        # XLA, whichever kernel the caller prefers.
+        run = jax.jit(functools.partial(sample_active, implementation="triton"))
+        changes = []
+        for allowed in (some(5, 600, VOCAB_SIZE - 1), most(0.002), most()):
+            operands = Operands.make(allowed)
+            hidden, head, *rest = operands.args
+            tokens, rows_read = run(hidden, SoftCapped(head, CAP), *rest)
+            np.testing.assert_array_equal(tokens, operands.tokens(capped(operands.logits)))
+            assert rows_read == operands.rows_read("xla")
+            changes.append(np.any(np.asarray(tokens) != operands.tokens()))
+        assert any(changes)  # by the cap
+
+    def test_an_int8_head_in_tiles(self):
+        operands = Operands.make(most(0.002))
+        hidden, head, *rest = operands.args
+        head = SoftCapped(quantize(jnp.asarray(head)), CAP)
+        tokens, rows_read = jax.jit(masked_head)(hidden, head, *rest)
+        np.testing.assert_array_equal(tokens, operands.tokens(np.asarray(project(hidden, head))))
+        assert rows_read == operands.rows_read("xla") < VOCAB_SIZE
+
+    def test_filters(self):
+        """They count the probabilities of the capped logits."""
+        run, changes = jax.jit(masked_head), []
+        operands = Operands.make(most(0.1))
+        hidden, head, *rest = operands.args
+        for filters in ({"top_p": 0.4}, {"min_p": 0.9}):
+            rows = operands.rows._replace(
+                **{k: np.full(3, v, np.float32) for k, v in filters.items()}
+            )
+            operands.rows = rows
+            expected, uncapped = (
+                jax.jit(sampler.masked_sample)(logits, *rest[:-1], rows)
+                for logits in (capped(operands.logits), operands.logits)
+            )
+            tokens, rows_read = run(hidden, SoftCapped(head, CAP), *rest[:-1], rows)
+            np.testing.assert_array_equal(tokens, expected)
+            assert rows_read == VOCAB_SIZE
+            changes.append(np.any(expected != uncapped))
+        assert any(changes)
+
+    @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
+    def test_a_cap_that_is_none(self, cap):
+        with pytest.raises(ValueError, match=f"^cap: must be above 0, got {cap}"):
+            SoftCapped(jnp.zeros((4, 4)), cap)
+
+
+class TestGivenLogits:
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    def test_tokens(self, dtype):
+        operands = Operands.make(most(0.002))
+        logits = operands.logits.astype(dtype)
+        rest = operands.args[2:]
+        expected = operands.tokens(logits.astype(np.float32))
+        for sample in (masked_head, sample_active):
+            tokens, rows_read = jax.jit(sample)(logits, GivenLogits(VOCAB_SIZE, dtype), *rest)
+            np.testing.assert_array_equal(tokens, expected)
+            assert rows_read == VOCAB_SIZE
+
+    def test_filters(self):
+        operands = Operands.make(most(0.1))
+        operands.rows.top_p[:] = 0.4
+        rest = operands.args[2:]
+        head = GivenLogits(VOCAB_SIZE)
+        expected = jax.jit(sampler.masked_sample)(operands.logits, *rest)
+        assert np.any(expected != operands.tokens())
+        tokens, _ = jax.jit(masked_head)(operands.logits, head, *rest)
+        np.testing.assert_array_equal(tokens, expected)
+        tokens, _ = jax.jit(sample_active)(operands.logits, head, *rest)
+        np.testing.assert_array_equal(tokens, operands.tokens())
+
+    def test_capped(self):
+        operands = Operands.make(some(5, 600, VOCAB_SIZE - 1))
+        head = SoftCapped(GivenLogits(VOCAB_SIZE), CAP)
+        tokens, _ = jax.jit(masked_head)(operands.logits, head, *operands.args[2:])
+        np.testing.assert_array_equal(tokens, operands.tokens(capped(operands.logits)))
+        np.testing.assert_allclose(
+            project(operands.logits, head), capped(operands.logits), rtol=1e-6
+        )
+
+    @pytest.mark.parametrize("head", [GivenLogits(99), GivenLogits(100, jnp.bfloat16)])
+    def test_another_width_or_dtype(self, head):
+        operands = Operands.make(np.zeros((2, 3, 100), bool))
+        with pytest.raises(ValueError, match=r"^head: must be float32 \[V,100\]"):
+            masked_head(operands.logits, head, *operands.args[2:])
 
 
 class TestApi:

@@ -11,15 +11,15 @@ import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, Layout, check_layers, commit, init_cache, reset_row
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import RopeConfig
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import AttentionLayer, Decoder
+from gkv_jax.models.rope_config import RopeConfig
 from gkv_jax.prefill import prefill_chunk, read_prompt
 from gkv_jax.rope import Rope, inverse_frequencies
 from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache.evicting import EvictingList
 from tests.gkv_jax.cache.test_streaming import close, inputs_for
-from tests.gkv_jax.models.mixed import WINDOW, gemma_like, gpt_oss_like
+from tests.gkv_jax.models.mixed import WINDOW, gemma3, gpt_oss
 from tests.gkv_jax.models.test_mixed_full import TEXT as LONG_TEXT
 from tests.gkv_jax.models.test_mixed_full import dense_logits
 from tests.gkv_jax.oracle import Entry, ListCache
@@ -287,10 +287,21 @@ def test_sinks_and_kept_tokens_that_no_layer_would_have_are_refused(spec: CacheS
     check_layers(CacheSpec(sinks=2, window=WIDE - 2), local)
 
 
+@dataclasses.dataclass(frozen=True)
+class WithLayers:
+    """A decoder with other layers."""
+
+    decoder: Any
+    layers: tuple[AttentionLayer, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+
 @functools.cache
 def mixed(name: str) -> tuple[Any, Any]:
     """A decoder whose local layers see 8 positions, and its parameters."""
-    decoder, params, _ = {"gemma": gemma_like, "gpt-oss": gpt_oss_like}[name](1)
+    decoder, params, _ = {"gemma": gemma3, "gpt-oss": gpt_oss}[name](1)
     return decoder, params
 
 
@@ -318,13 +329,10 @@ def test_gemma_and_gpt_oss_in_a_window_equal_dense_attention(name: str) -> None:
     """A window alone is a mask; the global layers have one of 11 and the local ones keep theirs."""
     decoder, params = mixed(name)
     spec = CacheSpec(sinks=0, window=11)
-    windowed = dataclasses.replace(
-        decoder,
-        layers=tuple(
-            dataclasses.replace(layer, window=layer.window or 11) for layer in decoder.layers
-        ),
+    layers = tuple(
+        dataclasses.replace(layer, window=layer.window or 11) for layer in decoder.layers
     )
-    expected = np.asarray(dense_logits(params, decoder=windowed))
+    expected = np.asarray(dense_logits(params, decoder=WithLayers(decoder, layers)))
     close(read_in_chunks(decoder, params, spec, 10), expected)
 
 

@@ -24,7 +24,7 @@ from gkv_jax.cache.storage import (
     write,
 )
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import RopeConfig
+from gkv_jax.models.rope_config import RopeConfig
 from gkv_jax.rope import Rope, rotate
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.xla import attend

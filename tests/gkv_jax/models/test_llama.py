@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.peer import llama_for_causal_lm
 from gkv_jax import CacheSpec, Engine, Sampling
 from gkv_jax.cache import init_cache
-from gkv_jax.models.llama import Llama
+from gkv_jax.models import families
+from gkv_jax.models.transformer import Transformer
 from gkv_jax.prefill import prefill_chunk
-from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_config
+from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_model
 from gkv_jax.weights.parameters import fill_params, placer
 from gkv_jax.weights.registry import LoadedModel
 from tests.gkv_jax.tiny import byte_tokenizer
@@ -71,7 +72,7 @@ def reference(changes: dict[str, Any]) -> LlamaForCausalLM:
     return model
 
 
-def our_logits(model: Llama, params: Any, tokens: list[int]) -> np.ndarray:
+def our_logits(model: Transformer, params: Any, tokens: list[int]) -> np.ndarray:
     """Logits ``[T,V]`` of a prompt through the full cache."""
     hidden, _ = prefill_chunk(
         params,
@@ -108,12 +109,9 @@ def their_greedy(model: LlamaForCausalLM, tokens: list[int], count: int) -> list
 def test_random_variant_equals_transformers(name: str, tmp_path: Path) -> None:
     theirs = reference(VARIANTS[name])
     theirs.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    model = Llama(config)
+    model = read_model(tmp_path)
     checkpoint = SafetensorsCheckpoint.open(tmp_path)
-    params = model.from_checkpoint(
-        fill_params(config, checkpoint, "huggingface", placer("float32"))
-    )
+    params = fill_params(model, checkpoint, "huggingface", placer("float32"))
 
     tokens = np.random.default_rng(0).integers(0, 256, 70).tolist()
     np.testing.assert_allclose(
@@ -128,8 +126,8 @@ def test_random_variant_equals_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.model
 def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_params: Any) -> None:
     """Same weights in float32: logits within 1e-3 on three prompts, 64 greedy tokens equal."""
-    config, model = smollm2.config, Llama(smollm2.config)
-    theirs = llama_for_causal_lm(config, smollm2.params)
+    config, model = smollm2.config, smollm2.model
+    theirs = llama_for_causal_lm(model, smollm2.params)
 
     prompts = [
         "The capital of Portugal is Lisbon, a city on seven hills. The capital of France is",
@@ -159,18 +157,11 @@ def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_params: Any) 
 def test_bfloat16_weights_give_nearly_the_same_distribution() -> None:
     """Everything that must be float32 inside is: a bfloat16 model is off by its rounding only."""
     theirs = reference({})
-    config = Llama(_config_of(theirs)).config
-    model = Llama(config)
+    model = families.from_hf(theirs.config.to_dict())
     state = {k: v.numpy() for k, v in theirs.state_dict().items()}
-    params = model.from_checkpoint(fill_params(config, state, "huggingface", placer("bfloat16")))
+    params = fill_params(model, state, "huggingface", placer("bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     tokens = np.random.default_rng(0).integers(0, 256, 70).tolist()
     ours, expected = our_logits(model, params, tokens), their_logits(theirs, tokens)
     assert ours.dtype == np.float32
     assert np.abs(ours - expected).mean() < 0.02 * np.abs(expected).mean() + 0.05
-
-
-def _config_of(model: LlamaForCausalLM) -> Any:
-    from gkv_jax.models.config import ModelConfig
-
-    return ModelConfig.from_hf(model.config.to_dict())

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from gkv_jax.cache import Cache, CacheSpec, init_cache
-from gkv_jax.models.config import ModelConfig, YarnScaling
-from gkv_jax.models.llama import Llama
+from gkv_jax.models import families
 from gkv_jax.models.protocol import Attend, Decoder
+from gkv_jax.models.rope_config import YarnScaling
 from gkv_jax.prefill import prefill_chunk
 from gkv_jax.rope import rotate
 from gkv_jax.step import StepInputs, forward
 from gkv_jax.weights.parameters import fill_params, placer
-from tests.gkv_jax.models.mixed import WINDOW, gemma_like, gpt_oss_like
+from tests.gkv_jax.models.mixed import WINDOW, gemma3, gpt_oss
 
 TEXT = np.random.default_rng(0).integers(0, 256, 40).tolist()
 assert len(TEXT) > 4 * WINDOW
@@ -74,7 +74,7 @@ def their_logits(model: Any, tokens: list[int]) -> np.ndarray:
 @pytest.fixture(scope="module", params=["gemma", "gpt-oss"])
 def mixed(request: pytest.FixtureRequest) -> tuple[Any, Any, np.ndarray]:
     """Decoder, parameters and the logits ``[T,V]`` that transformers gives for ``TEXT``."""
-    make = {"gemma": gemma_like, "gpt-oss": gpt_oss_like}[request.param]
+    make = {"gemma": gemma3, "gpt-oss": gpt_oss}[request.param]
     decoder, params, theirs = make(0)
     return decoder, params, their_logits(theirs, TEXT)
 
@@ -152,9 +152,8 @@ def test_llama_with_yarn_equals_transformers() -> None:
             initializer_range=0.3,
         )
     ).eval()
-    config = ModelConfig.from_hf(theirs.config.to_dict() | {"architectures": None})
-    assert isinstance(config.rope.scaling, YarnScaling)
+    model = families.from_hf(theirs.config.to_dict() | {"architectures": None})
+    assert isinstance(model.config.rope.scaling, YarnScaling)
     state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-    model = Llama(config)
-    params = model.from_checkpoint(fill_params(config, state, "huggingface", placer("float32")))
+    params = fill_params(model, state, "huggingface", placer("float32"))
     close(dense_logits(params, decoder=model), their_logits(theirs, TEXT))

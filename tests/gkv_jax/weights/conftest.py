@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkv_jax.models.config import ModelConfig, RopeConfig
-from gkv_jax.weights.parameters import parameters
+from gkv_jax.models.config import ModelConfig
+from gkv_jax.models.llama import Llama
+from gkv_jax.models.rope_config import RopeConfig
 
 State = dict[str, np.ndarray]
 
@@ -52,7 +53,7 @@ def random_state(config: ModelConfig, seed: int = 0) -> State:
     rng = np.random.default_rng(seed)
     return {
         leaf.huggingface: rng.standard_normal(leaf.shape, dtype=np.float32)
-        for leaf in parameters(config)
+        for leaf in Llama(config).parameters()
     }
 
 
@@ -175,7 +176,7 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
         settings(writer)
         kind = GGMLQuantizationType[quantisation]
-        for leaf in parameters(config):
+        for leaf in Llama(config).parameters():
             array = state[leaf.huggingface]
             if leaf.name in ("q", "q_bias"):
                 array = permute_for_llama_cpp(array, config.num_heads)

@@ -1,7 +1,5 @@
 """ModelConfig from config.json: both generations of transformers, and what is refused."""
 
-import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,10 @@ from typing import Any
 import pytest
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import (
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    RopeConfig,
-    YarnScaling,
-)
+from gkv_jax.models import families
+from gkv_jax.models.config import GGUFHeader, ModelConfig
+from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from gkv_jax.weights.huggingface import read_model
 
 from .conftest import TINY, hf_config
 
@@ -29,7 +24,7 @@ LLAMA3 = {
 
 
 def read(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf(hf_config(TINY, **changes))
+    return families.from_hf(hf_config(TINY, **changes)).config
 
 
 def test_reads_every_field() -> None:
@@ -47,7 +42,7 @@ def test_defaults_are_those_of_llama() -> None:
         "num_hidden_layers",
         "num_attention_heads",
     )
-    config = ModelConfig.from_hf({key: full[key] for key in needed})
+    config = families.from_hf({key: full[key] for key in needed}).config
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert config.rope == RopeConfig(10000.0)
     assert not config.tie_word_embeddings
@@ -140,7 +135,7 @@ def test_rope_of_transformers_4_and_5(changes: dict[str, Any], rope: RopeConfig)
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt_oss"}, "known: llama"),
+        ({"model_type": "bert"}, "'bert' is not served; known: llama, mistral, "),
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -177,9 +172,7 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], named: s
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "default", "rope_theta": 1e5}, LLAMA3 | {"rope_theta": 5e5}]
 )
-def test_reads_what_the_installed_transformers_writes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: dict[str, Any]
-) -> None:
+def test_reads_what_the_installed_transformers_writes(tmp_path: Path, rope: dict[str, Any]) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -190,9 +183,7 @@ def test_reads_what_the_installed_transformers_writes(
         max_position_embeddings=16384,
         eos_token_id=[2, 3],
     ).save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, "gkv_jax.models.config"):
-        config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    assert caplog.text == ""
+    config = read_model(tmp_path).config
     assert (config.num_layers, config.tie_word_embeddings, config.eos_token_ids) == (
         3,
         True,
@@ -233,31 +224,37 @@ def gguf_metadata(**rope: Any) -> dict[str, Any]:
 )
 def test_yarn_of_gguf(rope: dict[str, Any], scaling: YarnScaling) -> None:
     metadata = gguf_metadata(type="yarn", factor=4.0, **rope)
-    assert ModelConfig.from_gguf(metadata, ["output.weight"]).rope == RopeConfig(1e4, scaling)
+    assert families.from_gguf(GGUFHeader(metadata, ["output.weight"])).config.rope == RopeConfig(
+        1e4, scaling
+    )
 
 
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        ({"type": "yarn"}, "without llama.rope.scaling.factor"),
+        ({"type": "yarn"}, "llama.rope.scaling.factor is missing"),
         ({"type": "longrope", "factor": 4.0}, "'longrope' is not served"),
         ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
     ],
 )
 def test_what_is_not_served_of_gguf(rope: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        ModelConfig.from_gguf(gguf_metadata(**rope), ["output.weight"])
+        families.from_gguf(GGUFHeader(gguf_metadata(**rope), ["output.weight"]))
 
 
-def test_fields_that_nobody_reads_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "gkv_jax.models.config"):
-        read(residual_multiplier=0.2, torch_dtype="bfloat16")
-    assert "residual_multiplier" in caplog.text
-    assert "torch_dtype" not in caplog.text
+def test_fields_that_nobody_reads_are_refused_together() -> None:
+    off = {"some_bias": False, "some_window": None, "torch_dtype": "bfloat16", "top_p": 0.9}
+    assert read(**off) == TINY
+    with pytest.raises(UserError, match="can be removed") as caught:
+        read(residual_multiplier=0.2, layer_norms=["a"] * 99, **off)
+    assert "config.json: layer_norms=['a', " in str(caught.value)
+    assert "config.json: residual_multiplier=0.2" in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert not any(key in str(caught.value) for key in off)
 
 
 def test_stop_tokens_of_both_configurations_are_joined() -> None:
-    config = ModelConfig.from_hf(
+    model = families.from_hf(
         hf_config(TINY, eos_token_id=7), generation_config={"eos_token_id": [9, 7]}
     )
-    assert config.eos_token_ids == (7, 9)
+    assert model.config.eos_token_ids == (7, 9)

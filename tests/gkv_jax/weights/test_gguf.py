@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig
+from gkv_jax.models import families
+from gkv_jax.models.config import GGUFHeader, ModelConfig
+from gkv_jax.models.llama import Llama
+from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling
 from gkv_jax.weights import fill_params, load_model, to_hf_state_dict
 from gkv_jax.weights.gguf import GGUFCheckpoint
 from gkv_jax.weights.parameters import placer
@@ -21,8 +24,8 @@ from .conftest import TINY, State, random_state
 
 def load(path: Path) -> tuple[ModelConfig, State]:
     checkpoint = GGUFCheckpoint.open(path)
-    params = fill_params(checkpoint.config, checkpoint, "gguf", placer("float32"))
-    return checkpoint.config, to_hf_state_dict(checkpoint.config, params)
+    params = fill_params(checkpoint.model, checkpoint, "gguf", placer("float32"))
+    return checkpoint.model.config, to_hf_state_dict(checkpoint.model, params)
 
 
 @pytest.mark.parametrize("quantisation", ["F32", "F16", "BF16"])
@@ -126,7 +129,7 @@ def test_linear_scaling(write_gguf: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "yarn"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "scaling.factor is missing"),
         (lambda w: w.add_expert_count(8), "expert_count"),
         (lambda w: w.add_sliding_window(64), "sliding_window"),
         (lambda w: w.add_logit_scale(0.5), "logit_scale"),
@@ -142,10 +145,11 @@ def test_what_is_not_served_is_refused_by_name(
 
 def test_unknown_architecture(write_gguf: Callable[..., Path]) -> None:
     metadata = GGUFCheckpoint.open(write_gguf(TINY, random_state(TINY))).metadata
-    with pytest.raises(UserError, match="'qwen2' is not served; known: llama"):
-        ModelConfig.from_gguf(metadata | {"general.architecture": "qwen2"}, ())
+    with pytest.raises(UserError, match="'bert' is not served; known: llama, qwen2, "):
+        families.from_gguf(GGUFHeader(metadata | {"general.architecture": "bert"}, ()))
+    incomplete = {k: v for k, v in metadata.items() if "block" not in k}
     with pytest.raises(UserError, match=r"llama.block_count"):
-        ModelConfig.from_gguf({k: v for k, v in metadata.items() if "block" not in k}, ())
+        families.from_gguf(GGUFHeader(incomplete, ()))
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -160,7 +164,7 @@ def test_missing_and_unexpected_tensors(write_gguf: Callable[..., Path]) -> None
     checkpoint = GGUFCheckpoint.open(path)
     fewer = {name: checkpoint[name] for name in checkpoint if "ffn_up" not in name}
     with pytest.raises(UserError, match=r"missing: blk.0.ffn_up.weight, blk.1.ffn_up.weight"):
-        fill_params(TINY, fewer, "gguf", placer("float32"))
+        fill_params(Llama(TINY), fewer, "gguf", placer("float32"))
 
 
 def test_cut_anywhere(write_gguf: Callable[..., Path]) -> None:

@@ -1,8 +1,10 @@
 """The tokenizer that GGUF metadata describe."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -112,7 +114,9 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": "llama"}, "'llama'"),
+        ({"model": "bert"}, "'bert'"),
+        ({"model": "llama"}, "add_space_prefix"),
+        ({"model": "llama", "add_space_prefix": False}, r"no tokenizer\.ggml\.scores"),
         ({"pre": "tekken"}, "'tekken'.*served: gpt2 with"),
         ({"pre": None}, "no tokenizer.ggml.pre"),
         ({"merges": ["a b c"]}, "inconsistent"),
@@ -123,3 +127,84 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
 def test_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         tokenizer_from_metadata(metadata(**changes))
+
+
+# --- SentencePiece ------------------------------------------------------------------------------
+
+PIECES = [
+    "he", "ll", "llo", "hello", "lo", "▁h", "▁he", "▁▁", "▁▁▁", "ab", "ba", "aba", "bab", "aa",
+    "aaa", "wo", "wor", "▁wor", "ld", "▁world", "é",
+]  # fmt: skip
+SPELLED = [*"▁helowrdab"]
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """As Gemma's: control tokens, user-defined ones, bytes, pieces by falling score, characters."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "\n\n", "  \t"]
+    types = [3, 3, 3, 2, 4, 4, 4]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)] + PIECES + SPELLED
+    types += [6] * 256 + [1] * (len(PIECES) + len(SPELLED))
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": types,
+        "scores": [0.0] * 263 + [-float(rank) for rank in range(len(PIECES) + len(SPELLED))],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "padding_token_id": 0,
+        "add_bos_token": True,
+        "add_space_prefix": False,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def joined(text: str) -> list[str]:
+    """SentencePiece as llama.cpp does it: the best join of two neighbours, again and again."""
+    rank = {piece: at for at, piece in enumerate(PIECES + SPELLED)}
+    pieces = list(text.replace(" ", "▁"))
+    while True:
+        joins = [
+            (rank[a + b], at)
+            for at, (a, b) in enumerate(itertools.pairwise(pieces))
+            if a + b in rank
+        ]
+        if not joins:
+            break
+        _, at = min(joins)
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return [
+        token
+        for piece in pieces
+        for token in ([piece] if piece in rank else [f"<0x{b:02X}>" for b in piece.encode()])
+    ]
+
+
+def test_sentencepiece_joins_by_score() -> None:
+    tokenizer = tokenizer_from_metadata(sentencepiece_metadata())
+    rng = np.random.default_rng(0)
+    texts = ["hello world", "héllo", "日本 aba", "   hello"]
+    texts += ["".join(rng.choice([*" helowrdab"], 30)) for _ in range(200)]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids[0] == 2
+        assert tokenizer.convert_ids_to_tokens(ids[1:]) == joined(text)
+        assert tokenizer.decode(ids[1:]) == text
+    assert "▁world" in tokenizer.tokenize("hello world")
+
+
+def test_sentencepiece_keeps_added_tokens_whole(tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_metadata(sentencepiece_metadata())
+    save_tokenizer(tokenizer, tmp_path)
+    for each in (tokenizer, read_tokenizer(tmp_path)):
+        ids = each.encode("he<mask>\n\nhe  \t<eos>")
+        assert each.convert_ids_to_tokens(ids) == [
+            "<bos>", "he", "<mask>", "\n\n", "he", "  \t", "<eos>",
+        ]  # fmt: skip
+        assert each.decode(ids, skip_special_tokens=True) == "he<mask>\n\nhe  \t"
+
+
+def test_inconsistent_scores() -> None:
+    with pytest.raises(UserError, match="inconsistent"):
+        tokenizer_from_metadata(sentencepiece_metadata(scores=[0.0]))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -11,17 +12,17 @@ import pytest
 from gkv_jax.errors import UserError
 from gkv_jax.models.config import ModelConfig
 from gkv_jax.weights import fill_params, huggingface, load_model, to_hf_state_dict
-from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_config, read_tokenizer
+from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_model, read_tokenizer
 from gkv_jax.weights.parameters import placer
 
 from .conftest import TINY, gguf_tokens, random_state
 
 
 def load(folder: Path) -> dict[str, np.ndarray]:
-    config = read_config(folder)
+    model = read_model(folder)
     tensors = SafetensorsCheckpoint.open(folder)
-    params = fill_params(config, tensors, "huggingface", placer("float32"))
-    return to_hf_state_dict(config, params)
+    params = fill_params(model, tensors, "huggingface", placer("float32"))
+    return to_hf_state_dict(model, params)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -30,7 +31,7 @@ def test_equals_the_source(
 ) -> None:
     state = random_state(any_config)
     folder = write_folder(any_config, state, shards=shards)
-    assert read_config(folder) == any_config
+    assert read_model(folder).config == any_config
     loaded = load(folder)
     for name, array in state.items():
         np.testing.assert_array_equal(loaded[name], array)
@@ -46,7 +47,7 @@ def test_half_precision_is_read_exactly(write_folder: Callable[..., Path], dtype
 
 def test_quantised_tensors_are_refused(write_folder: Callable[..., Path]) -> None:
     folder = write_folder(TINY, random_state(TINY), dtype=np.int8)
-    with pytest.raises(UserError, match="stored as int8"):
+    with pytest.raises(UserError, match="stored as I8"):
         load(folder)
 
 
@@ -83,10 +84,10 @@ def test_no_safetensors(tmp_path: Path) -> None:
 
 def test_config_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config.json"):
-        read_config(tmp_path)
+        read_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        read_config(tmp_path)
+        read_model(tmp_path)
 
 
 def write_tokenizer(folder: Path, tokenizer_class: str) -> None:
@@ -141,3 +142,31 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"some-org/some-model.*no route.*local folder") as caught:
         huggingface.download_repository("some-org/some-model")
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_model(write_folder: Callable[..., Path]) -> None:
+    smaller = replace(TINY, vocab_size=262)
+    folder = write_folder(smaller, random_state(smaller))
+    write_tokenizer(folder, "PreTrainedTokenizerFast")
+    with pytest.raises(UserError, match=r"tokens go up to 299, but .* \(vocab_size\) has 262"):
+        load_model(folder, "float32")
+
+
+def test_added_tokens_may_lie_beyond(write_folder: Callable[..., Path]) -> None:
+    folder = write_folder(TINY, random_state(TINY))
+    write_tokenizer(folder, "PreTrainedTokenizerFast")
+    tokenizer = read_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    loaded = load_model(folder, "float32")
+    assert loaded.tokenizer.get_vocab()["<image>"] == 300 == loaded.config.vocab_size
+
+
+def test_published_texts(write_folder: Callable[..., Path]) -> None:
+    folder = write_folder(TINY, random_state(TINY))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    write_tokenizer(folder, "PreTrainedTokenizerFast")
+    loaded = load_model(folder, "float32")
+    assert loaded.config.eos_token_ids == (257, 7)
+    for name in ("config.json", "generation_config.json"):
+        assert loaded.published[name] == (folder / name).read_text()

@@ -22,6 +22,17 @@ license = "MIT"
 repository = "org/tiny"
 revision = "main"
 """
+RANDOM = """
+[random]
+seed = 3
+num_layers = 1
+hidden_size = 8
+intermediate_size = 8
+num_heads = 2
+num_kv_heads = 1
+head_dim = 4
+max_position_embeddings = 32
+"""
 
 
 def entry_file(folder: Path, text: str) -> Path:
@@ -48,6 +59,8 @@ def test_a_good_file(tmp_path: Path) -> None:
         (GOOD.replace('description = "tiny"', "description = 3"), "description must be str"),
         (GOOD.split("[", 1)[0], "no source"),
         (GOOD.split("[", 1)[0] + "huggingface = 'org/tiny'\n", "huggingface must be a table"),
+        (GOOD.split("[", 1)[0] + "[random]\nseed = 0\n", r"\[random\]: missing fields num_layers"),
+        (GOOD + RANDOM, r"\[random\] excludes other sources, but there is huggingface"),
         ("= 3", "tiny.toml"),
     ],
 )
@@ -59,7 +72,7 @@ def test_a_bad_file(tmp_path: Path, text: str, named: str) -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_every_file_of_the_repository(name: str) -> None:
     entry = find_model(name)
-    assert entry.sources
+    assert entry.sources or entry.random
     if entry.pypi is not None:
         assert "==" in entry.pypi.requirement
         assert all(len(entry_sum) == 64 for key, entry_sum in asdict(entry.pypi).items()

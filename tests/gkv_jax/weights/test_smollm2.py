@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.peer import llama_for_causal_lm
-from gkv_jax.models.config import RopeConfig
+from gkv_jax.models.rope_config import RopeConfig
 from gkv_jax.weights import LoadedModel, load_model
 from gkv_jax.weights.entries import find_model
 from gkv_jax.weights.store import fetch_model
@@ -78,7 +78,7 @@ def test_chat_template(model: LoadedModel) -> None:
 
 def test_transformers_with_these_weights_knows_the_capital_of_france(model: LoadedModel) -> None:
     """Wrong head order, rotation or tokens would all show here."""
-    network = llama_for_causal_lm(model.config, model.params)
+    network = llama_for_causal_lm(model.model, model.params)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     answer = model.tokenizer.encode("The capital of France is Paris.<|im_end|>")

@@ -1,0 +1,314 @@
+"""Models kept with Orbax: in the model's own layout and dtype, restored straight onto their devices.
+
+A folder is complete or refused::
+
+    gkv_jax.json                    written last: format, dtype, quantisation, leaves, sizes of files
+    config.json, ... or gguf.json   what the publisher wrote (``gkv_jax.weights.published``)
+    tokenizer.json, ...
+    params/                         an Orbax checkpoint: a dict from the leaves' names to arrays
+
+Needs ``orbax-checkpoint``, which is imported where it is used.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gkv_jax.errors import UserError
+from gkv_jax.models.transformer import Transformer
+from gkv_jax.weights import published as publishing
+from gkv_jax.weights.parameters import Params, check_dtype, tree_of
+from gkv_jax.weights.placement import Placement, place_of
+from gkv_jax.weights.published import Published
+from gkv_jax.weights.registry import LoadedModel
+from pallas_kernels.int8_matmul import Int8Matrix
+
+MANIFEST = "gkv_jax.json"
+PARAMS = "params"
+
+_FORMAT = 1
+_IN_FLIGHT_BYTES = 128 << 20
+"""What Orbax may hold beside the arrays while it reads."""
+
+
+def save(
+    folder: str | Path,
+    model: Transformer,
+    params: Params,
+    tokenizer: Any,
+    *,
+    published: Published | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model so that :func:`load`, ``load_model`` and ``Engine.from_pretrained`` read it.
+
+    ``params`` may be those of ``model.quantize``. The folder appears when all of it is there; after a
+    failure there is nothing.
+
+    Args:
+      folder: a new one, or an empty one.
+      tokenizer: a ``transformers`` tokenizer.
+      published: the publisher's own files (``LoadedModel.published``); by default a config.json
+        is written from ``model.config``.
+      overwrite: replace a folder that holds such a model.
+
+    Raises:
+      UserError: the folder is taken, or parameters or ``published`` are not those of ``model``.
+    """
+    from gkv_jax.weights.gguf_tokenizer import save_tokenizer
+
+    ocp = import_orbax()
+    leaves, int8 = named_leaves(params), is_quantized(params)
+    compare_shapes(
+        named_shapes(_abstract(model, int8, "float32")),
+        named_shapes(params),
+        "params: the leaves are not those of the model",
+    )
+    dtype = str(params["embed"].dtype)
+    check_dtype(dtype)
+    with _new_folder(Path(folder).expanduser().absolute(), overwrite) as scratch:
+        for name, text in (published or publishing.of_model(model)).items():
+            (scratch / name).write_text(text, encoding="utf-8")
+        if publishing.read(scratch) != model:
+            raise UserError("published: it describes another model than `model`")
+        save_tokenizer(tokenizer, scratch)
+        with _checkpointer(ocp) as checkpointer:
+            checkpointer.save(scratch / PARAMS, args=ocp.args.PyTreeSave(leaves))
+        manifest = {
+            "format": _FORMAT,
+            "dtype": dtype,
+            "quantization": "int8" if int8 else None,
+            "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()},
+            "files": {
+                path.relative_to(scratch).as_posix(): path.stat().st_size
+                for path in sorted(scratch.rglob("*"))
+                if path.is_file()
+            },
+        }
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def load(
+    folder: str | Path, dtype: str | None = None, *, placement: Placement = None
+) -> LoadedModel:
+    """Restore what :func:`save` wrote, every leaf straight onto its device or sharding.
+
+    Args:
+      dtype: float32, bfloat16 or float16 for the floating-point leaves (int8 matrices stay what
+        they are, and multiply in this dtype); None for what is stored.
+      placement: a device, a sharding for every leaf, or a rule by the leaf's name
+        (``gkv_jax.weights.placement``); None for JAX's default device.
+
+    Raises:
+      UserError: the folder holds no such model, is half-written, damaged, or of a later version; its
+        leaves are not those of its configuration; a value does not fit float16.
+    """
+
+    if dtype is not None:
+        check_dtype(dtype)
+    folder = Path(folder).expanduser().absolute()
+    manifest = _read_manifest(folder)
+    ocp = import_orbax()
+    model = publishing.read(folder)
+    stored = {name: (tuple(shape), kind) for name, (shape, kind) in manifest["leaves"].items()}
+    int8 = manifest["quantization"] == "int8"
+    tree = _abstract(model, int8, dtype or manifest["dtype"])
+    wanted = named_leaves(tree)
+    compare_shapes(
+        named_shapes(tree),
+        {name: shape for name, (shape, _) in stored.items()},
+        f"{folder / MANIFEST}: the leaves are not those of the model's configuration",
+    )
+    targets = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype if dtype else jnp.dtype(stored[name][1]),
+            sharding=place_of(placement, name, leaf.shape),
+        )
+        for name, leaf in wanted.items()
+    }
+    largest = max(jnp.dtype(kind).itemsize * math.prod(shape) for shape, kind in stored.values())
+    args = ocp.args.PyTreeRestore(
+        targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets)
+    )
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(read_tokenizer, folder)  # takes as long as a small model's arrays
+        try:
+            with _checkpointer(ocp, max(largest, _IN_FLIGHT_BYTES)) as checkpointer:
+                leaves = checkpointer.restore(folder / PARAMS, args=args)
+        except (OSError, ValueError, KeyError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{folder / PARAMS} is damaged ({first[:200]}); convert it again"
+            ) from error
+        tokenizer = reading.result()
+    if dtype == "float16":
+        _check_finite(leaves, {name: kind for name, (_, kind) in stored.items()})
+    params = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
+    return LoadedModel(model, params, tokenizer, publishing.of_folder(folder))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one that :func:`save` wrote, or began to write."""
+    return (folder / MANIFEST).is_file() or (folder / PARAMS).is_dir()
+
+
+def read_model(folder: Path) -> Transformer:
+    """The architecture of such a folder. Raises UserError as :func:`load` does."""
+    _read_manifest(folder)
+    return publishing.read(folder)
+
+
+def is_quantized(params: Params) -> bool:
+    """Whether the tree holds int8 matrices."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Matrix))
+    return any(isinstance(leaf, Int8Matrix) for leaf in leaves)
+
+
+def named_leaves(params: Any) -> dict[str, Any]:
+    """The leaves of a tree by their path: ``layers.0.q``, ``layers.0.qkv.values``, in tree order."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+def named_shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    """Their shapes by their path."""
+    return {name: tuple(leaf.shape) for name, leaf in named_leaves(params).items()}
+
+
+def import_orbax() -> Any:
+    """``orbax.checkpoint``. Raises UserError, naming the extra, when it is not installed."""
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"checkpoints need orbax-checkpoint ({error}): pip install 'gkv_jax[orbax]'"
+        ) from error
+    return ocp
+
+
+def _checkpointer(ocp: Any, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> Any:
+    """Uncompressed: weights hardly shrink, and decompression takes longer than reading."""
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(
+            use_compression=False, restore_concurrent_gb=in_flight_bytes / 1e9
+        )
+    )
+
+
+def _abstract(model: Transformer, int8: bool, dtype: str) -> Params:
+    """The model's tree with shapes in the place of arrays."""
+
+    def leaf(parameter: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(parameter.tree_shape, jnp.dtype(dtype))
+
+    tree = tree_of(model, leaf)
+    quantized: Params = jax.eval_shape(model.quantize, tree) if int8 else tree
+    return quantized
+
+
+def compare_shapes(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], what: str
+) -> None:
+    """Raise UserError, beginning with ``what``, that lists leaves which differ."""
+    faults = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+    if any(faults.values()):
+        texts = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]
+        raise UserError(f"{what}; {'; '.join(texts)}")
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _check_finite(leaves: Mapping[str, jax.Array], stored: Mapping[str, str]) -> None:
+    for name, leaf in leaves.items():
+        narrowed = leaf.dtype == jnp.float16 and stored[name] != "float16"
+        if narrowed and not bool(jnp.isfinite(leaf).all()):
+            raise UserError(f"leaf {name} does not fit float16; use dtype bfloat16 or float32")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete folder."""
+    from gkv_jax.weights.huggingface import read_json
+
+    if not (folder / MANIFEST).is_file():
+        if (folder / PARAMS).is_dir():
+            raise UserError(
+                f"{folder} is half-written (it has no {MANIFEST}, which is written last); "
+                "delete it and convert the model again"
+            )
+        raise UserError(
+            f"{folder} has no {MANIFEST}; make such a folder with "
+            "python -m gkv_jax.weights.convert NAME FOLDER"
+        )
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != _FORMAT:
+        raise UserError(
+            f"{folder / MANIFEST}: format {manifest.get('format')!r} is not served (served: "
+            f"{_FORMAT}); convert the model again with this version of gkv_jax"
+        )
+    wrong = [
+        name
+        for name, size in manifest["files"].items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
+    if wrong:
+        raise UserError(
+            f"{folder} is incomplete or damaged: {_listed(wrong)} missing or of another size; "
+            "copy or convert it again"
+        )
+    return manifest
+
+
+@contextmanager
+def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A scratch folder that becomes ``folder`` when all went well, and vanishes otherwise."""
+    from filelock import FileLock
+
+    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if occupied and not overwrite:
+        raise UserError(f"{folder} is there already; choose another folder, or overwrite it")
+    if occupied and not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder} has no {MANIFEST}; what else it holds is not overwritten")
+    # Not beside the folder, where it would be left behind.
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    lock = FileLock(Path(tempfile.gettempdir()) / f"gkv_jax-{digest}.lock")
+    prefix = f".{folder.name}-partial-"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with lock:
+            for stale in folder.parent.glob(f"{prefix}*"):
+                shutil.rmtree(stale)  # of a save that was killed: the lock is ours
+            scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix))
+            try:
+                yield scratch
+                scratch.chmod(0o755)  # mkdtemp's is for its owner only
+                if folder.exists():
+                    shutil.rmtree(folder)
+                os.replace(scratch, folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder} ({error.strerror or error})") from error

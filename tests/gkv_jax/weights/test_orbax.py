@@ -1,0 +1,317 @@
+"""Models kept with Orbax: what is written comes back, and nothing half-written is taken for whole."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gkv_jax import CacheSpec, Engine, UserError
+from gkv_jax.models.llama import Llama
+from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from gkv_jax.weights import convert, load_model, orbax, published
+from gkv_jax.weights.registry import LoadedModel
+
+from .conftest import TINY, random_state
+
+NAME = "tiny-random"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(NAME, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedModel) -> Path:
+    """Read only."""
+    folder = tmp_path_factory.mktemp("orbax") / "model"
+    write(folder, loaded)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, loaded: LoadedModel) -> Path:
+    """One to be damaged."""
+    write(tmp_path / "model", loaded)
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def int8(loaded: LoadedModel) -> Any:
+    """Its parameters, rounded."""
+    return jax.jit(loaded.model.quantize)(loaded.params)
+
+
+def write(folder: Path, loaded: LoadedModel, **options: Any) -> None:
+    params = options.pop("params", loaded.params)
+    orbax.save(
+        folder, loaded.model, params, loaded.tokenizer, published=loaded.published, **options
+    )
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+
+
+def test_comes_back(saved: Path, loaded: LoadedModel) -> None:
+    back = load_model(saved, dtype="float32")
+    assert back.model == loaded.model
+    assert_equal(back.params, loaded.params)
+    assert back.tokenizer.encode("é<user>") == loaded.tokenizer.encode("é<user>")
+    assert back.published == loaded.published
+    assert (saved / "config.json").read_text() == loaded.published["config.json"]
+    assert [path.name for path in saved.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_int8(tmp_path: Path, loaded: LoadedModel, int8: Any, dtype: str | None) -> None:
+    write(tmp_path / "int8", loaded, params=int8)
+    back = orbax.load(tmp_path / "int8", dtype)
+    wanted = jnp.dtype(dtype or "float32")
+    assert back.params["head"].dtype == wanted  # of the products
+    assert back.params["embed"].dtype == wanted
+    assert back.params["head"].scale.dtype == jnp.float32
+    assert_equal(back.params["head"].values, int8["head"].values)
+    if wanted == jnp.float32:
+        assert_equal(back.params, int8)
+
+
+def test_stored_in_bfloat16(tmp_path: Path, loaded: LoadedModel) -> None:
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loaded.params)
+    write(tmp_path / "half", loaded, params=half)
+    assert_equal(orbax.load(tmp_path / "half").params, half)
+    wide = orbax.load(tmp_path / "half", "float32").params
+    assert_equal(wide, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half))
+
+
+def test_a_value_beyond_float16(tmp_path: Path, loaded: LoadedModel) -> None:
+    params = {**loaded.params, "norm": loaded.params["norm"] * 1e6}
+    write(tmp_path / "large", loaded, params=params)
+    with pytest.raises(UserError, match="leaf norm does not fit float16"):
+        orbax.load(tmp_path / "large", "float16")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"rope": RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)), "eos_token_ids": ()},
+        {"rope": RopeConfig(1e4, LinearScaling(2.0), 0.5), "bos_token_id": None},
+        {"rope": RopeConfig(1e4, YarnScaling(4.0, 32, 1.2, 16.0, 2.0, False))},
+    ],
+    ids=["plain", "biases", "llama3", "linear", "yarn"],
+)
+def test_a_config_is_written_for_a_model_made_in_code(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = Llama(replace(TINY, **changes))
+    for name, text in published.of_model(model).items():
+        (tmp_path / name).write_text(text)
+    assert published.read(tmp_path) == model
+
+
+def test_a_config_that_cannot_be_written(loaded: LoadedModel, tmp_path: Path) -> None:
+    windows = Llama(replace(loaded.config, windows=(4, None)))
+    with pytest.raises(UserError, match=r"no config.json can be written.*published"):
+        orbax.save(tmp_path / "model", windows, loaded.params, loaded.tokenizer)
+    with pytest.raises(UserError, match="published: it describes another model"):
+        orbax.save(
+            tmp_path / "model",
+            windows,
+            loaded.params,
+            loaded.tokenizer,
+            published=loaded.published,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_from_gguf(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    from gguf import RopeScalingType
+
+    def settings(writer: Any) -> None:
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(2.0)
+
+    path = write_gguf(TINY, random_state(TINY), settings=settings)
+    size = convert.convert_model(path, tmp_path / "out", dtype="float32")
+    source, back = load_model(path, "float32"), load_model(tmp_path / "out", "float32")
+    assert back.model == source.model
+    assert back.config.rope.scaling == LinearScaling(2.0)
+    assert_equal(back.params, source.params)
+    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(source.params))
+    text = "he said 12"
+    assert back.tokenizer.encode(text) == source.tokenizer.encode(text)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.convert(NAME, tmp_path / "out", dtype="float32", quantize="int8")
+    assert "MB of int8 weights" in capsys.readouterr().out
+    assert orbax.is_quantized(load_model(tmp_path / "out").params)
+    with pytest.raises(Exception, match="2") as caught:
+        convert.convert(NAME, tmp_path / "out")
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(UserError, match="quantize is 'int4'"):
+        convert.convert_model(NAME, tmp_path / "other", quantize="int4")
+
+
+def test_engines_take_such_a_folder(tmp_path: Path, loaded: LoadedModel, int8: Any) -> None:
+    write(tmp_path / "int8", loaded, params=int8)
+    for folder, quantize in ((tmp_path / "int8", None), (tmp_path / "int8", "int8")):
+        with Engine.from_pretrained(
+            str(folder), quantize=quantize, slots=1, cache=CacheSpec(sinks=4, window=28)
+        ) as engine:
+            assert engine.dtype == jnp.float32
+            assert engine.model == loaded.model
+
+
+def test_a_folder_that_is_taken(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is there already"):
+        write(folder, loaded)
+    double = jax.tree.map(lambda leaf: leaf * 2, loaded.params)
+    write(folder, loaded, params=double, overwrite=True)
+    assert_equal(orbax.load(folder).params, double)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").touch()
+    with pytest.raises(UserError, match="is not overwritten"):
+        write(tmp_path / "thesis", loaded, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", loaded)
+    orbax.load(tmp_path / "empty")
+
+
+def test_nothing_is_left_of_a_failure(
+    tmp_path: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = tmp_path / ".model-partial-killed"
+    stale.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax, "_checkpointer", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write(tmp_path / "model", loaded)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_written_folder(folder: Path) -> None:
+    (folder / orbax.MANIFEST).unlink()
+    for load in (orbax.load, load_model):
+        with pytest.raises(UserError, match=r"is half-written \(it has no gkv_jax.json"):
+            load(folder)
+
+
+@pytest.mark.parametrize("damage", ["lost", "short", "changed"])
+def test_a_damaged_folder(folder: Path, damage: str) -> None:
+    largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    if damage == "lost":
+        largest.unlink()
+    elif damage == "short":
+        largest.write_bytes(largest.read_bytes()[:-1])
+    else:
+        manifest = next((folder / "params").rglob("manifest.ocdbt"))
+        manifest.write_bytes(bytes(manifest.stat().st_size))
+        with pytest.raises(UserError, match=r"params is damaged \(.*convert it again"):
+            orbax.load(folder)
+        return
+    with pytest.raises(UserError, match=f"incomplete or damaged: params/.*{largest.name} missing"):
+        orbax.load(folder)
+
+
+def test_a_later_format(folder: Path) -> None:
+    path = folder / orbax.MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(UserError, match="format 99 is not served"):
+        orbax.load(folder)
+
+
+def test_a_checkpoint_of_another_model(folder: Path, loaded: LoadedModel) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"intermediate_size": 4, "num_hidden_layers": 1}))
+    manifest = json.loads((folder / orbax.MANIFEST).read_text())
+    manifest["files"]["config.json"] = path.stat().st_size
+    (folder / orbax.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError) as caught:
+        orbax.load(folder)
+    inner = loaded.config.intermediate_size
+    assert f"layers.0.down [{inner}, {loaded.config.hidden_size}] instead of [4" in str(
+        caught.value
+    )
+    assert "unexpected: layers.1." in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_of_another_model(tmp_path: Path, loaded: LoadedModel) -> None:
+    params = {name: leaf for name, leaf in loaded.params.items() if name != "norm"}
+    with pytest.raises(UserError, match=r"params: .*missing: norm"):
+        write(tmp_path / "model", loaded, params=params | {"new": jnp.zeros(3)})
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no gkv_jax.json; make such a folder"):
+        orbax.load(tmp_path)
+
+
+def test_without_orbax(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(UserError, match=r"pip install 'gkv_jax\[orbax\]'"):
+        load_model(saved)
+
+
+TWO_DEVICES = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+from gkv_jax.weights import load_model, orbax
+from gkv_jax.weights.placement import by_name
+
+mesh = Mesh(np.array(jax.devices()), ("model",))
+rule = by_name(mesh, {"layers.*.[qkv]": P(None, "model"), "layers.*.qkv.values": P("model"),
+                      "embed": (None, "model")})
+one = load_model("tiny-random", "float32")
+int8 = one.model.quantize(one.params)
+orbax.save(sys.argv[1] + "/exact", one.model, one.params, one.tokenizer)
+orbax.save(sys.argv[1] + "/int8", one.model, int8, one.tokenizer)
+restored = orbax.load(sys.argv[1] + "/exact", placement=rule).params
+rounded = orbax.load(sys.argv[1] + "/int8", placement=rule).params
+read = load_model("tiny-random", "float32", device=rule).params
+for params in (restored, read):
+    q = params["layers"][1]["q"]
+    assert q.sharding.spec == P(None, "model"), q.sharding
+    assert q.addressable_shards[0].data.shape == (q.shape[0], q.shape[1] // 2)
+    assert params["norm"].sharding.is_fully_replicated and len(params["norm"].devices()) == 2
+    assert params["embed"].addressable_shards[0].data.shape == (261, 32)
+    jax.tree.map(np.testing.assert_array_equal, params, one.params)
+jax.tree.map(np.testing.assert_array_equal, rounded, int8)
+assert rounded["layers"][0]["qkv"].values.sharding.spec == P("model")
+second = orbax.load(sys.argv[1] + "/exact", placement=jax.devices()[1]).params
+assert second["norm"].devices() == {jax.devices()[1]}
+def project(params):
+    return one.model.logits(params, params["embed"][:3])
+np.testing.assert_allclose(jax.jit(project)(restored), project(one.params), atol=1e-4)
+print("fine")
+"""
+
+
+def test_two_devices(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == "fine", run.stderr
