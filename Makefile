@@ -8,7 +8,7 @@ MODEL  ?= smollm2-135m-instruct
 PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full model aot-cuda clients lint format bench bench-peers eval-cache chromium clean
+.PHONY: help demo test test-full test-colab model aot-cuda oldest-jax clients lint format bench bench-peers eval-cache chromium clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,15 @@ $(VENV)/cuda/installed: $(VENV)/installed
 	    "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" \
 	    'nvidia-cuda-nvcc==13.5.37' 'nvidia-nvvm==13.5.37'; fi
 	@touch $@
+
+# The oldest JAX that pyproject.toml allows, in a folder of its own before the other packages of this
+# environment: a guided generation runs with it (tests/test_oldest_jax.py).
+$(VENV)/oldest-jax/installed: constraints-colab.txt | $(VENV)/installed
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) $$(grep -E '^jax(lib)?==' constraints-colab.txt)
+	@touch $@
+
+oldest-jax: $(VENV)/oldest-jax/installed  ## the oldest JAX that we run with (340 MB)
 
 aot-cuda: $(VENV)/cuda/installed  ## what compiles for NVIDIA GPUs that are not there (720 MB)
 
@@ -73,11 +82,32 @@ demo: model  ## the main job: a real model writes a document that obeys a JSON S
 	$(BIN)/python -m gkv_jax.generate --model $(MODEL) --schema examples/person.json \
 	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
 
-test: model lint $(VENV)/libtpu aot-cuda chromium clients $(VENV)/schemathesis/installed  ## ruff, mypy and the tests (what CI runs)
+test: model lint $(VENV)/libtpu aot-cuda oldest-jax chromium clients $(VENV)/schemathesis/installed  ## ruff, mypy and the tests (what CI runs)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
 
-test-full: model lint $(VENV)/libtpu aot-cuda chromium clients $(VENV)/schemathesis/installed  ## the long sizes of the long checks, too
+test-full: model lint $(VENV)/libtpu aot-cuda oldest-jax chromium clients $(VENV)/schemathesis/installed  ## the long sizes of the long checks, too
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# What Colab has (constraints-colab.txt), beside which gkv_jax is installed as there.
+$(VENV)/colab/installed: constraints-colab.txt pyproject.toml | $(VENV)/installed
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --constraint constraints-colab.txt --editable . \
+	  flax orbax-checkpoint optax matplotlib ipython pytest pytest-xdist hypothesis jsonschema tiktoken \
+	  nbclient nbformat ipykernel
+	@touch $@
+
+# What a notebook uses: kernels through Pallas' interpreter, caches, the loops, models and weights, Flax and
+# the notebooks themselves. Compilers for other devices, the server and its clients stay with `make test`.
+COLAB := $(addprefix tests/,test_imports.py test_notebooks.py examples \
+  $(addprefix pallas_kernels/,test_dispatch.py test_int8_matmul.py test_bitmask.py test_decode_attention.py) \
+  $(addprefix gkv_jax/,cache/test_streaming.py cache/test_storage.py cache/test_offload.py \
+    test_engine.py test_engine_requests.py test_head.py test_rope.py test_sampling.py test_text.py \
+    test_bias.py test_generate.py test_notebook.py models weights flax))
+
+test-colab: model $(VENV)/colab/installed  ## the core's tests and the notebooks on what Colab has (3 GB)
+	GKV_TINY=1 $(VENV)/colab/bin/python -m pytest -m "not full" $(PARALLEL) $(COLAB)
 
 lint: $(VENV)/installed  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ from gkv_jax import bridge
 from gkv_jax.cache import Cache, CacheSpec, commit
 from gkv_jax.draft_model import Drafting, draft
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.placement import settle_beside
 from gkv_jax.step import Head, StepInputs, choose, forward
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.masked_sample import Rows
@@ -211,7 +212,8 @@ def host_loop(
     The forward pass is dispatched and runs while this thread waits for the masks. ``drafting`` is there
     if the session's program is ``"drafting"``.
     """
-    answer, next_pos = session.inputs(), jnp.asarray(session.positions())
+    answer = session.inputs()
+    next_pos = settle_beside(jnp.asarray(session.positions()), cache.slots)
     # On the device, so that steps without bias, which do not read it, move nothing there.
     n = answer.shape[1] - 4
     no_bias = jax.device_put(np.zeros((len(answer), model.vocab_size + n - 1), np.float32))

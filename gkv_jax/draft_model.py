@@ -20,9 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from gkv_jax import bridge
-from gkv_jax.cache import Cache, CacheSpec, cache_dtype, check_layers, init_cache, reset_row
+from gkv_jax.cache import (
+    Cache,
+    CacheSpec,
+    cache_dtype,
+    check_layers,
+    init_cache,
+    longest_text,
+    reset_row,
+)
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.placement import settle, settle_beside
 from gkv_jax.prefill import reading
 from gkv_jax.step import StepInputs, forward, without_idle
 from pallas_kernels.dispatch import Implementation
@@ -121,7 +130,8 @@ class Drafting:
 
     def __init__(self, draft: DraftModel, target: CacheSpec, slots: int) -> None:
         """``target`` is the spec of the engine's cache, ``slots`` the number of its rows."""
-        self.model, self.params, self.spec = draft.model, draft.params, draft.spec_beside(target)
+        self.model, self.spec = draft.model, draft.spec_beside(target)
+        self.params = settle(draft.params)
         ids = draft.target_ids
         self.target_ids = None if ids is None else jnp.asarray(ids, jnp.int32)
         self._slots = slots
@@ -130,12 +140,13 @@ class Drafting:
     @property
     def limit(self) -> float:
         """Length of the longest text for which it drafts."""
-        return self.spec.longest_text(self.model.max_positions)
+        return longest_text(self.spec, self.model)
 
     def clear(self) -> None:
         """Start with an empty cache."""
         self.__dict__.pop("cache", None)  # first, or there may be no room for the new one
-        self.cache = init_cache(self.spec, self.model, self._slots, cache_dtype(self.params))
+        cache = init_cache(self.spec, self.model, self._slots, cache_dtype(self.params))
+        self.cache = settle_beside(cache, self.params)
 
     def reads(self, row: int, tokens: Sequence[int]) -> Iterator[int]:
         """Read a prompt into a row, one call of the device after the other.

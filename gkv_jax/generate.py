@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.exceptions import TyperException
 
+from gkv_jax.compat import CommandLineError
 from gkv_jax.drafts.drafter import Jump
 from gkv_jax.engine import Quantization
 from gkv_jax.errors import UserError
@@ -352,7 +352,7 @@ def main() -> int:
     command = typer.main.get_command(app)
     try:
         command.main(prog_name="python -m gkv_jax.generate", standalone_mode=False)
-    except TyperException as error:
+    except CommandLineError as error:
         return _fail(2, f"{error.format_message().rstrip('.')}; see --help")
     except (UserError, GuideError) as error:
         return _fail(2, str(error))

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
-from gkv_jax.cache import CacheSpec
+from gkv_jax.cache import CacheSpec, longest_text
 from gkv_jax.errors import PromptTooLongError, UserError
 from gkv_jax.models.protocol import Decoder
 
@@ -67,7 +67,7 @@ class PromptReader:
     def check_length(self, length: int) -> None:
         """Raise PromptTooLongError if no answer could follow a prompt of so many tokens."""
         spec, trained = self.spec, self.model.max_positions
-        longest, policy = spec.longest_text(trained), f"policy {spec.policy_name!r}"
+        longest, policy = longest_text(spec, self.model), f"policy {spec.policy_name!r}"
         problem = None
         if spec.max_tokens is not None:
             if length > longest:
@@ -78,6 +78,11 @@ class PromptReader:
         elif spec.selects(length - 1) and length > trained:
             problem = (
                 f"{policy} reads it in one piece and the model was trained for {trained} positions"
+            )
+        elif length > longest and longest < spec.longest_text(trained):
+            raise PromptTooLongError(
+                f"prompt has {length} tokens, but the model uses positions in code of its own, and was made "
+                f"for {trained} of them; shorten it"
             )
         elif length > longest:
             problem = (

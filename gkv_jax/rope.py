@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gkv_jax.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from gkv_jax.models.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 
 _DIGITS = 4  # base-256 digits of a uint32
 

@@ -12,13 +12,15 @@ import jax
 import numpy as np
 
 from gkv_jax.bridge import Session
-from gkv_jax.cache import Cache, CacheSpec, cache_dtype, init_cache, reset_row
+from gkv_jax.cache import Cache, CacheSpec, cache_dtype, init_cache, longest_text, reset_row
 from gkv_jax.cache.report import report as report_of
 from gkv_jax.decode import device_loop, drafting_loop, host_loop
 from gkv_jax.draft_model import Drafting
 from gkv_jax.drafts.widths import Verify
+from gkv_jax.errors import UserError
 from gkv_jax.inbox import Inbox, Reading
 from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.placement import has_deleted, settle, settle_beside, settle_like
 from gkv_jax.prefill import reading
 from gkv_jax.prefix import PrefixStore
 from gkv_jax.request import Request
@@ -64,7 +66,7 @@ class Scheduler:
         self.drafting = drafting
         self._verify, self._watchdog_s = verify, watchdog_s
         # One attribute, so that no thread ever sees prefixes that other weights have read.
-        self._weights = params, PrefixStore(spec, model)
+        self._weights = settle(params), PrefixStore(spec, model)
         self._cache = self._new_cache()
         self.cache_bytes = self._cache.nbytes
         if drafting is not None:
@@ -97,11 +99,16 @@ class Scheduler:
 
     def cache_shapes(self) -> Cache:
         """The cache's tree, with shapes and dtypes in place of arrays."""
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._cache)
+
+        def shape(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+            sharding = leaf.sharding if leaf.committed else None
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, self._cache)
 
     def use(self, params: Params) -> None:
-        """Decode with other weights of the same shapes from the next loop run on."""
-        self._weights = params, PrefixStore(self.spec, self.model)
+        """Decode with other weights of the same shapes and dtypes from the next loop run on."""
+        self._weights = settle_like(params, self.params), PrefixStore(self.spec, self.model)
         self.inbox.reload = True
 
     def close(self) -> None:
@@ -123,7 +130,7 @@ class Scheduler:
                     self._run()
             except Exception as error:
                 # The device program failed. What was running is lost, and the cache with it.
-                self._end_all(error)
+                self._end_all(self._explained(error))
                 del self._cache  # first, or there may be no room for the new one
                 self._session, self._cache = self._new_session(), self._new_cache()
                 if self.drafting is not None:
@@ -138,6 +145,21 @@ class Scheduler:
         # It would keep the failure, whose traceback keeps this scheduler, until the interpreter ends.
         self._finalizer.detach()
         self._end_all(self.inbox.refusal())
+
+    def _explained(self, error: Exception) -> Exception:
+        """``error``, or what lies behind it if weights are gone. New ones are then all that it takes."""
+        gone = "params" if has_deleted(self.params) else None
+        if self.drafting is not None and has_deleted(self.drafting.params):
+            gone = "draft.params"
+        if gone is None:
+            return error
+        explained = UserError(
+            f"{gone} of the engine have been deleted, as by a training step that donates them "
+            "(donate_argnums); call engine.update_params with the new ones after every such step, before "
+            "the next request, or give the engine a copy"
+        )
+        explained.__cause__ = error
+        return explained
 
     def _end_all(self, error: Exception) -> None:
         """End what is being read and what decodes, and the session with it."""
@@ -270,7 +292,7 @@ class Scheduler:
             self.inbox.reading = None
         except Exception as error:  # of this request alone, unless it took the cache with it
             self.inbox.reading = None
-            reading.request.finish("error", error)
+            reading.request.finish("error", self._explained(error))
             caches = self._cache, self.drafting and self.drafting.cache
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
                 raise
@@ -304,10 +326,11 @@ class Scheduler:
         return [slot for slot in self._session.free_slots if slot != taken]
 
     def _new_cache(self) -> Cache:
-        return init_cache(self.spec, self.model, self.slots, cache_dtype(self.params))
+        cache = init_cache(self.spec, self.model, self.slots, cache_dtype(self.params))
+        return settle_beside(cache, self.params)
 
     def _new_session(self) -> Session:
-        inbox, longest = self.inbox, self.spec.longest_text(self.model.max_positions)
+        inbox, longest = self.inbox, longest_text(self.spec, self.model)
         session = Session(
             self.spec,
             self.slots,

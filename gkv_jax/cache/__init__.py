@@ -2,7 +2,7 @@
 
 from gkv_jax.cache.chunk import ChunkAttend
 from gkv_jax.cache.evict import Pending, commit
-from gkv_jax.cache.layout import Layout, check_layers
+from gkv_jax.cache.layout import Layout, check_layers, longest_text
 from gkv_jax.cache.policies import Evidence, Policy
 from gkv_jax.cache.prompt import PromptAttend
 from gkv_jax.cache.segments import Cache, LayerCache, cache_dtype, init_cache, reset_row
@@ -24,5 +24,6 @@ __all__ = [
     "check_layers",
     "commit",
     "init_cache",
+    "longest_text",
     "reset_row",
 ]

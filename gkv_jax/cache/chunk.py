@@ -54,9 +54,9 @@ class ChunkAttend:
             _View.of(each, slots.row(row), start, length, padded)
             for each, slots in zip(self._layout.specs, cache.slots, strict=True)
         ]
-        positions = (start + jnp.arange(padded))[None]
-        ranks = [ranks_of(view.spec, view.before, positions) for view in self._views]
-        self._rotations = Rotations(positions, ranks)
+        self.positions = (start + jnp.arange(padded))[None]
+        ranks = [ranks_of(view.spec, view.before, self.positions) for view in self._views]
+        self._rotations = Rotations(self.positions, ranks)
         self._layers: list[LayerCache] = []
 
     def __call__(
@@ -77,7 +77,7 @@ class ChunkAttend:
         k = rotation.keys(k)
         if before.channel is not None:
             # What the channels are measured in, the text's first chunk says.
-            rotary_dim = self._model.layers[layer].rope.config.rotary_dim(k.shape[3])
+            rotary_dim = self._model.layers[layer].rotary_dim(k.shape[3])
             own = channel_scale(k[0], view.real, rotary_dim)
             own = jnp.where(self._start == 0, own, before.channel[self._row])
             before = dataclasses.replace(before, channel=before.channel.at[self._row].set(own))

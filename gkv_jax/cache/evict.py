@@ -143,7 +143,7 @@ def absorb(
 
 def evict(
     spec: CacheSpec,
-    rope: Rope,
+    rope: Rope | None,
     layer: LayerCache,
     seen: Seen,
     slots: Slots,
@@ -216,7 +216,7 @@ def evict_slots(spec: CacheSpec, slots: Slots, next_pos: jax.Array, due: jax.Arr
 def _evidence(
     spec: CacheSpec,
     policy: Policy,
-    rope: Rope,
+    rope: Rope | None,
     layer: LayerCache,
     seen: Seen,
     slots: Slots,

@@ -40,6 +40,9 @@ def _layout(spec: CacheSpec, layers: tuple[AttentionLayer, ...]) -> Layout:
 
 
 def _layer_spec(spec: CacheSpec, index: int, layer: AttentionLayer) -> CacheSpec:
+    if layer.rope is None and spec.by_rank:
+        # Keys that came rotated cannot be moved to their rank.
+        spec = dataclasses.replace(spec, positions="text")
     if _keeps_its_window(spec, layer):
         # The model's own sliding window: bounded as it is, and exact. Token sinks and kept tokens
         # would be keys at distances that this layer never saw in training.
@@ -67,8 +70,21 @@ def _keeps_its_window(spec: CacheSpec, layer: AttentionLayer) -> bool:
     return layer.window < spec.total or not follows
 
 
+def longest_text(spec: CacheSpec, model: Decoder) -> float:
+    """Tokens that a text may have with a model.
+
+    Where its own code uses positions, those that it was made for are the last: nobody could move the
+    tokens that stay to lower ones.
+    """
+    longest = spec.longest_text(model.max_positions)
+    is_own = any(layer.rope is None for layer in model.layers)
+    return min(longest, model.max_positions) if is_own else longest
+
+
 def check_layers(spec: CacheSpec, model: Decoder) -> None:
     """Raise UserError where no layer of ``model`` could use what ``spec`` asks for."""
+    if any(layer.rope is None for layer in model.layers):
+        _check_unrotated(spec)
     if spec.max_tokens is not None or any(layer.window is None for layer in model.layers):
         return
     longest = max(layer.window or 0 for layer in model.layers)
@@ -82,4 +98,19 @@ def check_layers(spec: CacheSpec, model: Decoder) -> None:
             f"cache.sinks and cache.kept are {spec.sinks} and {spec.kept}, but every layer of the model "
             f"sees a window of its own, {longest} positions at most; set both to 0, or positions "
             f"'cache' and sinks + kept + window to at most {longest}"
+        )
+
+
+def _check_unrotated(spec: CacheSpec) -> None:
+    """Of a model that rotates keys itself, or not at all."""
+    if spec.by_rank and spec.positions == "cache":
+        raise UserError(
+            "cache.positions is 'cache', but the model's keys come with their positions in them and cannot "
+            "be moved to others; use positions 'text'"
+        )
+    policy = spec.selector
+    if policy is not None and policy.needs == "query_statistics":
+        raise UserError(
+            f"cache.policy {policy.name!r} needs queries before rotation, but the model's come with their "
+            "positions in them; use 'snapkv', 'h2o', 'tova' or 'keydiff'"
         )

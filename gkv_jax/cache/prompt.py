@@ -42,8 +42,8 @@ class PromptAttend:
         """``row`` and ``length`` are int32 scalars; the ``padded - length`` last tokens are padding."""
         self._layout, self._model = Layout.of(spec, model), model
         self._cache, self._row, self._length = cache, row, length
-        self._positions = jnp.arange(padded)
-        self._rotations = Rotations(self._positions[None], [None] * len(self._layout.specs))
+        self.positions = jnp.arange(padded)[None]
+        self._rotations = Rotations(self.positions, [None] * len(self._layout.specs))
         self._slots = [_slots_after(each, length) for each in self._layout.specs]
         self._layers: list[LayerCache] = []
 
@@ -109,6 +109,7 @@ class PromptAttend:
         rotated = prompt.rotated_k[0]
         kept_k = rotated[source, heads]
         if spec.by_rank:
+            assert prompt.kind.rope is not None  # see `Layout`
             ranks = jnp.broadcast_to(spec.sinks + jnp.arange(spec.kept)[None, :], source.shape)
             kept_k = rotate(prompt.k[0][source, heads], prompt.kind.rope.angles(ranks))
 
@@ -120,9 +121,8 @@ class PromptAttend:
         keys = segments(rotated, kept_k)
         channel = before.channel
         if channel is not None:
-            own = channel_scale(
-                rotated, prompt.real, prompt.kind.rope.config.rotary_dim(prompt.k.shape[3])
-            )
+            rotary_dim = prompt.kind.rotary_dim(prompt.k.shape[3])
+            own = channel_scale(rotated, prompt.real, rotary_dim)
             keys = keys / own[:, None]
             channel = channel.at[row].set(own)
         kept_pos, total, observed = before.kept_pos, before.mass, before.observed

@@ -25,6 +25,18 @@ class QueryRotation:
         return rotate(k, self._of_keys)
 
 
+class NoRotation:
+    """What stands for it where the model's own code has rotated, or nothing is to be rotated."""
+
+    def queries(self, q: jax.Array) -> tuple[jax.Array, ...]:
+        """``q`` as it is."""
+        return (q,)
+
+    def keys(self, k: jax.Array) -> jax.Array:
+        """``k`` as it is."""
+        return k
+
+
 class Rotations:
     """The rotations of a step for layers of different specs and bases, each made once."""
 
@@ -33,8 +45,10 @@ class Rotations:
         self._positions, self._ranks = positions, ranks
         self._made: dict[tuple[int, Rope], QueryRotation] = {}
 
-    def of(self, group: int, rope: Rope) -> QueryRotation:
+    def of(self, group: int, rope: Rope | None) -> QueryRotation | NoRotation:
         """That of the layers with spec number ``group`` and this base."""
+        if rope is None:
+            return NoRotation()
         if (group, rope) not in self._made:
             self._made[group, rope] = QueryRotation(rope, self._positions, self._ranks[group])
         return self._made[group, rope]

@@ -43,7 +43,7 @@ class StepAttend:
         ``kernel`` is the implementation of ``decode_attention``.
         """
         self._layout, self._model = Layout.of(spec, model), model
-        self._cache, self._kernel, self._positions = cache, kernel, positions
+        self._cache, self._kernel, self.positions = cache, kernel, positions
         self._rows = jnp.arange(positions.shape[0])[:, None]
         # Tokens that do not exist get a slot outside the cache, where writes are dropped.
         self._places = [
@@ -90,7 +90,7 @@ class StepAttend:
         if spec.policy == "quest":
             factor = q.shape[-1] ** -0.5 if scale is None else scale
             attended, after = quest.read_pages(
-                spec, after, queries[0], self._positions, scale=factor, kernel=kernel
+                spec, after, queries[0], self.positions, scale=factor, kernel=kernel
             )
         else:
             attended = kernel(
@@ -98,7 +98,7 @@ class StepAttend:
                 after.k.data,
                 after.v.data,
                 self._slots[group].slot_pos,
-                self._positions,
+                self.positions,
                 prefix=spec.prefix,
                 window=spec.reach,
                 k_scale=after.k.scale,

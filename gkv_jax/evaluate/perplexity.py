@@ -46,10 +46,16 @@ def streaming_nll(
 
     Raises:
       UserError: fewer than two tokens, ids outside of the vocabulary, a text longer than a ``full``
-        cache, or a policy that chooses tokens of a prompt as a whole (there is no prompt here).
+        cache, one longer than the positions of a model that uses them in code of its own, or a policy
+        that chooses tokens of a prompt as a whole (there is no prompt here).
     """
     text = np.asarray(tokens, np.int32)
     _check(text, model.vocab_size, spec, chunk)
+    if any(layer.rope is None for layer in model.layers) and text.size - 1 > model.max_positions:
+        raise UserError(
+            f"tokens has {text.size} entries, but the model uses positions in code of its own, and was made "
+            f"for {model.max_positions} of them; use a shorter text"
+        )
     inputs, targets = text[:-1], text[1:]
     cache = init_cache(spec, model, 1, cache_dtype(params))
     row = np.int32(0)

@@ -23,11 +23,11 @@ _FAINTEST = 0.35  # how much colour a column has that holds a single token of it
 
 
 def check_format(path: str | Path | None) -> None:
-    """Raise UserError if ``plot_kept`` could not write there: for callers with work to do before."""
+    """Raise UserError if a picture could not be written there: for callers with work to do before."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError('plot_kept draws with matplotlib: pip install "gkv_jax[bench]"') from error
+        raise UserError('pictures need matplotlib: pip install "gkv_jax[bench]"') from error
     formats = sorted(Figure().canvas.get_supported_filetypes())
     if path is not None and Path(path).suffix[1:].lower() not in formats:
         raise UserError(f"path {path}: its suffix must be one of {', '.join(formats)}")

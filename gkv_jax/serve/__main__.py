@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.exceptions import TyperException
 
+from gkv_jax.compat import CommandLineError
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     try:
         command.main(arguments, prog_name="python -m gkv_jax.serve", standalone_mode=False)
-    except TyperException as error:
+    except CommandLineError as error:
         return _fail(f"{error.format_message().rstrip('.')}; see --help")
     except (UserError, GrammarError) as error:
         return _fail(str(error))

@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def load(
       UserError: the folder holds no such model, is half-written, damaged, or of a later version; its
         leaves are not those of its configuration; a value does not fit float16.
     """
+    from gkv_jax.weights.huggingface import read_tokenizer
 
     if dtype is not None:
         check_dtype(dtype)

@@ -6,8 +6,8 @@ a tree with int8 matrices.
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -17,11 +17,11 @@ from gkv_jax.errors import UserError
 Rule = Callable[[str, tuple[int, ...]], jax.Device | Sharding]
 """From a leaf's name and its shape in the tree to its place."""
 
-Placement = jax.Device | Sharding | Rule | None
+Placement: TypeAlias = jax.Device | Sharding | Rule | None
 """None is JAX's default device."""
 
 
-def by_name(mesh: Mesh, specs: Mapping[str, Sequence[Any] | PartitionSpec]) -> Rule:
+def by_name(mesh: Mesh, specs: Mapping[str, Iterable[Any]]) -> Rule:
     """A rule for several devices: the first pattern (``fnmatch``) that fits a leaf's name decides.
 
     ``specs`` maps patterns to partitions, e.g. ``{"layers.*.[qkv]": P(None, "model")}``. What no
@@ -63,13 +63,13 @@ def place_of(placement: Placement, name: str, shape: tuple[int, ...]) -> Shardin
 
 
 def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device
+    chosen: Any = jax.config.values["jax_default_device"]
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
     return chosen or jax.local_devices()[0]
 
 
-def _axes(spec: Sequence[Any]) -> list[Any]:
+def _axes(spec: Iterable[Any]) -> list[Any]:
     """The mesh axes of a partition, whose entries are names, tuples of names, or None."""
     return [
         axis

@@ -72,8 +72,8 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     deviation = 1.0 if "embed" in name else shape[1] ** -0.5
     tensor = rng.normal(0, deviation, shape).astype(np.float32)
     if name == "lm_head.weight":
-        printable = np.arange(shape[0])[:, None]
-        printable = (printable >= ord(" ")) & (printable <= ord("~"))
+        token = np.arange(shape[0])[:, None]
+        printable = (token >= ord(" ")) & (token <= ord("~"))
         # A logit of 0 is never the largest of so many: the text is legible, and does not end.
         tensor = np.where(printable, _SPREAD * tensor, np.float32(0))
     return tensor

@@ -64,5 +64,7 @@ def compiles() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield events
     unregister = getattr(jax.monitoring, "unregister_event_duration_listener", None)
-    if unregister is not None:  # without it (jax 0.7) the listener stays, and nobody reads what it hears
+    if (
+        unregister is not None
+    ):  # without it (jax 0.7) the listener stays, and nobody reads what it hears
         unregister(listen)

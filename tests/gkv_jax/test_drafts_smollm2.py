@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from gkv_jax import CacheSpec, Engine, Guide, Sampling
-from gkv_jax.models.llama import Llama
 from gkv_jax.weights.registry import LoadedModel
 
 pytestmark = pytest.mark.model
@@ -38,7 +37,7 @@ WORK: list[tuple[str, Guide | None, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def engine(smollm2: LoadedModel, smollm2_params: Any) -> Iterator[Engine]:
     with Engine(
-        Llama(smollm2.config),
+        smollm2.model,
         smollm2_params,
         smollm2.tokenizer,
         cache=CacheSpec(sinks=4, window=124, max_drafts=4),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gkv_jax.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from gkv_jax.models.fields import Fields
+from gkv_jax.models.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 from gkv_jax.rope import Rope, inverse_frequencies, rotate
 
 LLAMA3 = RopeConfig(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
@@ -95,7 +96,7 @@ def test_frequencies_and_factors_equal_transformers(name: str) -> None:
         max_position_embeddings=65_536,
         rope_parameters={"rope_theta": 10_000.0, **FREQUENCIES[name]},
     )
-    config = RopeConfig.from_hf(theirs.to_dict(), theirs.max_position_embeddings)
+    config = RopeConfig.from_hf(Fields(theirs.to_dict(), ""), theirs.max_position_embeddings)
     init = {"default": LlamaRotaryEmbedding.compute_default_rope_parameters} | ROPE_INIT_FUNCTIONS
     frequencies, factor = init[FREQUENCIES[name]["rope_type"]](theirs)
 
@@ -131,7 +132,7 @@ def test_products_of_partly_rotated_heads_equal_transformers(rope_type: str) -> 
         for part, x in zip(turned, (q, k), strict=True)
     )
 
-    rope = Rope(RopeConfig.from_hf(theirs.to_dict(), 256), 32)
+    rope = Rope(RopeConfig.from_hf(Fields(theirs.to_dict(), ""), 256), 32)
     assert (rope.attention_factor > 1.1) == (rope_type == "yarn")
     angles = rope.angles(jnp.asarray(positions, jnp.int32)[:, None])
     q_ours, k_ours = (

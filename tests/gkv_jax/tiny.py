@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gkv_jax.models.config import ModelConfig, RopeConfig
+from gkv_jax.models.config import ModelConfig
+from gkv_jax.models.rope_config import RopeConfig
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -37,7 +37,7 @@ class Evidence:
       positions: true positions, int32 ``[B,Hk,C]``, -1 where there is no token.
       next_pos: tokens read so far, int32 ``[B]``.
       in_order: whether the tokens stand in order of position (as in a whole prompt).
-      rope: the layer's rotation.
+      rope: the layer's rotation; None where the model's own code rotates, or nothing does.
       attention: float32 ``[B,Hk,C]`` where the policy needs it, a mean over the query heads that
         share the KV head; see ``Policy.needs``.
       queries: where the policy needs them.
@@ -48,7 +48,7 @@ class Evidence:
     positions: jax.Array
     next_pos: jax.Array
     in_order: bool
-    rope: Rope
+    rope: Rope | None
     attention: jax.Array | None = None
     queries: QueryStatistics | None = None
 

@@ -27,6 +27,7 @@ def score(evidence: Evidence, spec: CacheSpec) -> jax.Array:
     share of the probability ``EPSILON`` would outweigh the others.
     """
     assert evidence.queries is not None
+    assert evidence.rope is not None  # see `check_layers`
     batch, kv_heads, _, dim = evidence.k.shape
     future = evidence.next_pos[:, None] + jnp.arange(FUTURE)[None]
     turns = evidence.rope.for_queries(evidence.rope.angles(future))

@@ -208,7 +208,7 @@ def test_a_needle_is_found_while_it_is_held(smollm2: LoadedModel, smollm2_params
         depths=(0.2, 1.0), samples=1, prompts=0, stream=0,
     )  # fmt: skip
     result = cache_quality(
-        Llama(smollm2.config), smollm2_params, smollm2.tokenizer, plan, PROSE,
+        smollm2.model, smollm2_params, smollm2.tokenizer, plan, PROSE,
         stop_token_ids=smollm2.config.eos_token_ids,
     )  # fmt: skip
     scores = {

@@ -8,7 +8,6 @@ import pytest
 from gkv_jax import CacheSpec
 from gkv_jax.evaluate import perplexity, streaming_nll
 from gkv_jax.evaluate.texts import DEFAULT_TEXT, load_text
-from gkv_jax.models.llama import Llama
 from gkv_jax.weights import LoadedModel
 
 pytestmark = pytest.mark.model
@@ -21,7 +20,7 @@ def last_1024(loaded: LoadedModel, params: Any, tokens: int) -> tuple[float, flo
     specs = (
         CacheSpec.full(tokens), CacheSpec(sinks=4, window=252), CacheSpec(sinks=0, window=256)
     )  # fmt: skip
-    nll = [streaming_nll(Llama(loaded.config), params, text, spec) for spec in specs]
+    nll = [streaming_nll(loaded.model, params, text, spec) for spec in specs]
     full, streaming, window = (perplexity(np.asarray(each[-1024:])) for each in nll)
     return full, streaming, window
 

@@ -1,0 +1,14 @@
+"""What differs between the versions of packages that we run with; everything else is the same in all."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from typer.exceptions import TyperException as CommandLineError
+else:
+    # Typer brings its own Click since 0.26, and names this class since 0.28. Colab has 0.25.
+    CommandLineError = next(
+        base for base in reversed(typer.BadParameter.__mro__) if hasattr(base, "format_message")
+    )
+    """What is wrong with a command line; ``format_message()`` says it."""
