@@ -81,6 +81,9 @@ def main(
     ),
     requirement: Annotated[str, typer.Option(help="What is installed.")] = str(ROOT),
 ) -> None:
+    """Print what pip would install; exit with 1 if Colab would get more than it lacks."""
+    if not (environment / "bin" / "python").exists():
+        raise typer.BadParameter(f"{environment} is no environment; make it with `make test-colab`")
     rows = resolve(environment.absolute(), requirement)
     for row in rows:
         size = "-" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"

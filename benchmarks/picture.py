@@ -1,6 +1,6 @@
 """``python -m benchmarks.picture``: draw docs/run.svg, the README's picture of a run, from a real run.
 
-What the grammar forced, and the model only had to verify, stands out.
+Where the grammar left the model few choices, or none, the text stands out.
 """
 
 import io
@@ -17,32 +17,39 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Invent a person who lives in Lisbon and describe them as JSON."
 CACHE = CacheSpec(sinks=4, window=60)
 COLUMNS = 92
+FEW = 100
+"""Legal tokens, of 49 152."""
 
 
 def main() -> None:
     """Generate, and write the picture."""
     schema = json.loads((ROOT / "examples" / "person.json").read_text("utf-8"))
     chat = [{"role": "user", "content": PROMPT}]
-    text, forced = Text(), 0
+    text, forced, narrow = Text(), 0, 0
     with Engine.from_pretrained("smollm2-135m-instruct", cache=CACHE.with_drafts()) as engine:
         engine.warm_up()
         request = engine.prepare(
-            chat, Guide.json_schema(schema), Sampling(max_tokens=200), trace=True
+            chat,
+            Guide.json_schema(schema, max_whitespace=0),
+            Sampling(max_tokens=200),
+            trace=True,
         )
         engine.submit(request)
         for piece in request.pieces():
             for token in piece.trace:
-                if token.source == "forced":
-                    forced += 1
-                    text.append(token.text, "bold cyan")
-                elif token.legal is not None and not token.text.startswith("<|"):
-                    text.append(token.text)
+                if token.text.startswith("<|"):
+                    continue
+                few = token.legal is not None and token.legal < FEW
+                forced += token.source == "forced"
+                narrow += few
+                text.append(token.text, "bold cyan" if few else "")
         result = request.result()
     json.loads(result.text)
     stats = result.stats
     read = stats["prompt_tokens"] + stats["tokens"]
     facts = (
-        f"{stats['tokens']} tokens, {forced} of them forced by the grammar (bold) · "
+        f"{stats['tokens']} tokens; in {narrow} places (bold) the grammar allowed fewer than {FEW} "
+        f"of 49,152 tokens, {forced} it forced · "
         f"{read} tokens read and written through a cache of {CACHE.sinks} sinks + {CACHE.window}"
     )
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)

@@ -29,7 +29,7 @@ from gkv_jax.cache import init_cache
 from gkv_jax.evaluate.texts import DEFAULT_TEXT, load_text
 from gkv_jax.models.protocol import Params
 from gkv_jax.models.transformer import Transformer
-from gkv_jax.prefill import prefill_chunk
+from gkv_jax.prefill import chunk_hidden
 from gkv_jax.weights import LoadedModel, load_model
 
 PROMPT = "Write a long story about a ship and its crew."
@@ -64,7 +64,7 @@ def read(model: Transformer, params: Params, tokens: np.ndarray) -> tuple[float,
     chunk, losses, best = spec.prefill_chunk, [], []
     for start in range(0, len(tokens) - chunk, chunk):
         at = np.int32(start)
-        hidden, cache = prefill_chunk(
+        hidden, cache = chunk_hidden(
             params, cache, tokens[start : start + chunk], np.int32(0), at, np.int32(chunk),
             model=model, spec=spec,
         )  # fmt: skip

@@ -113,6 +113,7 @@ def main(
     engine = Engine(
         decoder, variables, tokenizer, cache=CacheSpec.full(POSITIONS), slots=shape.slots
     )
+    del variables  # or the first weights would stay on the device
     with engine, TrainingCheckpoints(folder / "checkpoints") as checkpoints:
         step = 0
         if (saved := checkpoints.restore(params, opt_state)) is not None:

@@ -113,6 +113,7 @@ def main(
     optimizer = nnx.Optimizer(model, optax.adamw(task.learning_rate()), wrt=nnx.Param)
     dataset = task.documents(documents)
     engine = Engine(decoder, params, tokenizer, cache=CacheSpec.full(192), slots=shape.slots)
+    del params  # or the first weights would stay on the device
     with engine, TrainingCheckpoints(folder / "checkpoints") as checkpoints:
         step = 0
         if (saved := checkpoints.restore(arrays(model), arrays(optimizer))) is not None:

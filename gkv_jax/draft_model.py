@@ -144,8 +144,9 @@ class Drafting:
 
     def clear(self) -> None:
         """Start with an empty cache."""
-        self.__dict__.pop("cache", None)  # first, or there may be no room for the new one
-        cache = init_cache(self.spec, self.model, self._slots, cache_dtype(self.params))
+        for leaf in jax.tree.leaves(self.__dict__.get("cache")):
+            leaf.delete()  # first, or there may be no room for the new one
+        cache = init_cache(self.spec, self.model, self._slots, cache_dtype(self.params, self.model))
         self.cache = settle_beside(cache, self.params)
 
     def reads(self, row: int, tokens: Sequence[int]) -> Iterator[int]:

@@ -15,7 +15,7 @@ from gkv_jax.drafts.drafter import Drafter
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.placement import has_deleted
+from gkv_jax.placement import difference, has_deleted
 from gkv_jax.prompts import Prompt, PromptReader, as_batch
 from gkv_jax.request import Request, Result, Stream
 from gkv_jax.sampling import Sampling
@@ -136,7 +136,7 @@ class Engine:
 
         ``dtype`` is that of weights and cache: by default bfloat16; on CPUs, where bfloat16 is
         emulated, float32; on NVIDIA GPUs before Ampere (T4, V100) float16, and float32 for families
-        that it is too narrow for. ``quantize="int8"`` rounds the weights, which makes
+        that it is too narrow for. ``quantize="int8"`` rounds the weights, layer by layer, which makes
         steps on CPUs about twice as fast. ``draft`` is a draft model, by such a name or as it is. The
         rest is as in ``Engine``.
 
@@ -144,6 +144,7 @@ class Engine:
           UserError: an unknown name (the known are listed), damaged or unserved files.
         """
         from gkv_jax.weights.orbax import is_quantized
+        from gkv_jax.weights.parameters import quantize_in_turn
         from gkv_jax.weights.registry import load_model
 
         if quantize not in (None, *get_args(Quantization)):
@@ -153,7 +154,7 @@ class Engine:
             loaded = load_model(name, dtype=dtype)
             model, params = loaded.model, loaded.params
             if quantize is not None and not is_quantized(params):
-                params = jax.jit(model.quantize)(params)
+                params = quantize_in_turn(model, params)
             return model, params, loaded.tokenizer, model.config.eos_token_ids
 
         model, params, tokenizer, stop_token_ids = load(name)
@@ -174,8 +175,8 @@ class Engine:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the weights and the cache."""
-        return cache_dtype(self._scheduler.params)
+        """Dtype in which the model computes, and of the cache."""
+        return cache_dtype(self._scheduler.params, self.model)
 
     @property
     def queued(self) -> int:
@@ -439,8 +440,8 @@ class Engine:
         A draft model stays as it is: it may guess worse, and the output is that of the new weights.
 
         Args:
-          params: in the model's layout; of a model made by ``from_nnx`` or ``from_linen``, also the module
-            or its state, or the variables.
+          params: in the model's layout, or the module that ``trainable`` made of it; of a model made by
+            ``from_nnx`` or ``from_linen``, also the module or its state, or the variables.
 
         Raises:
           UserError: structure, shapes or dtypes differ from the present parameters, or some are deleted.
@@ -448,21 +449,18 @@ class Engine:
         source = getattr(self.model, "params_of", None)  # of a user's own model
         if source is not None:
             params = source(params)
-
-        def signature(tree: Params) -> Any:
-            leaves, structure = jax.tree.flatten(tree)
-            kinds = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
-            return structure, kinds
-
+        elif callable(own := getattr(params, "params", None)):  # of one that ``trainable`` made
+            params = own()
         if has_deleted(params):
             raise UserError(
                 "params hold arrays that have been deleted, as by a training step that donates them; give "
                 "those that the step returned"
             )
-        if signature(params) != signature(self._scheduler.params):
+        if differs := difference(params, self._scheduler.params):
             raise UserError(
-                "params differ in structure, shape or dtype from the engine's; make a new Engine for a "
-                "different model, and where the engine's weights are int8, give model.quantize(params)"
+                f"params differ from the engine's: {differs}. Give all of them in the model's layout (of a "
+                "module made by trainable, itself or module.params(); where the engine's weights are int8, "
+                "model.quantize(params)), and make a new Engine for a different model"
             )
         self._scheduler.use(params)
 

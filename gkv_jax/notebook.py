@@ -67,7 +67,8 @@ def unused_accelerator(
         return "gpu", f"COLAB_GPU={environ['COLAB_GPU']}"
     if exists("dev/accel0"):
         return "tpu", "/dev/accel0"
-    if exists("dev/vfio/[0-9]*"):  # the folder itself is on machines without any, too
+    # Whatever is handed through to a virtual machine is there; the folder itself is on others, too.
+    if exists("dev/vfio/[0-9]*") and _version("libtpu") is not None:
         return "tpu", "/dev/vfio"
     for name in _TPU_VARIABLES:
         if environ.get(name):

@@ -68,8 +68,7 @@ class Call:
     def run(self, cache: Cache) -> Cache:
         """The cache, which is donated, with the part in it (asynchronously)."""
         program = prefill_chunk if self._is_chunk else prefill_whole
-        read = program(self.params, cache, self.tokens, *self.at, model=self.model, spec=self.spec)
-        return read[1] if self._is_chunk else read
+        return program(self.params, cache, self.tokens, *self.at, model=self.model, spec=self.spec)
 
     def compile(self, cache: Cache) -> None:
         """Compile what ``run`` needs for a cache of these shapes. Any thread may."""
@@ -124,11 +123,41 @@ def prefill_chunk(
     *,
     model: Decoder,
     spec: CacheSpec,
-) -> tuple[jax.Array, Cache]:
+) -> Cache:
     """Read ``length`` of ``tokens [L]`` into a row, the first at position ``start``.
 
-    Returns the hidden states ``[L,Dm]`` (what evaluation scores) and the cache.
+    What only the hidden states need, XLA leaves out: the end of the last layer, and the logits of models
+    that give logits.
     """
+    return _chunk(params, cache, tokens, row, start, length, model, spec)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec"), donate_argnames=("cache",))
+def chunk_hidden(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    *,
+    model: Decoder,
+    spec: CacheSpec,
+) -> tuple[jax.Array, Cache]:
+    """``prefill_chunk`` that also gives the hidden states ``[L,Dm]``, which evaluation scores."""
+    return _chunk(params, cache, tokens, row, start, length, model, spec)
+
+
+def _chunk(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    model: Decoder,
+    spec: CacheSpec,
+) -> tuple[jax.Array, Cache]:
     attend = ChunkAttend(spec, model, cache, row, start, length, tokens.shape[0])
     hidden = model.hidden(params, tokens[None], attend)
     return hidden[0], attend.cache

@@ -88,7 +88,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     if scaling is None:
         return inv_freq
     if isinstance(scaling, Llama3Scaling):
-        kept = _llama3_share_kept(scaling, inv_freq)
+        kept = scaling.share_kept(inv_freq)
     elif isinstance(scaling, YarnScaling):
         kept = _yarn_share_kept(scaling, config.theta, width)
     else:  # linear
@@ -96,16 +96,11 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     return inv_freq * (kept + (1 - kept) / scaling.factor)
 
 
-def _llama3_share_kept(scaling: Llama3Scaling, inv_freq: np.ndarray) -> np.ndarray:
-    """1 where a frequency is kept, 0 where it is divided: long wavelengths are, short ones not."""
-    wavelength = 2 * math.pi / inv_freq
-    turns = scaling.original_max_position_embeddings / wavelength
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return np.clip(share, 0.0, 1.0)
-
-
 def _yarn_share_kept(scaling: YarnScaling, theta: float, width: int) -> np.ndarray:
-    """As above, for the ``width / 2`` pairs; the ramp is linear in the index of the pair."""
+    """1 where a pair of the ``width / 2`` keeps its frequency, 0 where it is divided by the factor.
+
+    The ramp between is linear in the index of the pair.
+    """
 
     def pair_that_turns(times: float) -> float:
         """The (fractional) pair that makes so many turns over the original length."""

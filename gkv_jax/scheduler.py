@@ -1,5 +1,6 @@
 """The scheduler: the engine thread, what it owns on the device, and who is served when."""
 
+import contextlib
 import logging
 import math
 import threading
@@ -20,7 +21,7 @@ from gkv_jax.drafts.widths import Verify
 from gkv_jax.errors import UserError
 from gkv_jax.inbox import Inbox, Reading
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.placement import has_deleted, settle, settle_beside, settle_like
+from gkv_jax.placement import Surroundings, has_deleted, settle, settle_beside, settle_like
 from gkv_jax.prefill import reading
 from gkv_jax.prefix import PrefixStore
 from gkv_jax.request import Request
@@ -45,7 +46,7 @@ class Scheduler:
       model, spec, slots, loop, head, drafting: as in ``Engine``; ``drafting`` is its draft model at work.
       inbox: any thread may put requests there.
       sampling: how each slot's row is sampled.
-      cache_bytes: of the whole cache, the draft model's included.
+      surroundings: of the thread that made this; the engine thread's, too.
     """
 
     def __init__(
@@ -68,16 +69,17 @@ class Scheduler:
         # One attribute, so that no thread ever sees prefixes that other weights have read.
         self._weights = settle(params), PrefixStore(spec, model)
         self._cache = self._new_cache()
-        self.cache_bytes = self._cache.nbytes
-        if drafting is not None:
-            self.cache_bytes += drafting.cache.nbytes
         self.inbox = Inbox()
         self._session = self._new_session()
         self.sampling = greedy_rows(slots)
         # The thread holds the scheduler only while there is work, so that an engine nobody uses any
         # more is freed with its weights; the finaliser also runs when the interpreter ends.
+        self.surroundings = Surroundings()
         thread = threading.Thread(
-            target=_serve, args=(weakref.ref(self), self.inbox), name="gkv-engine", daemon=True
+            target=_serve,
+            args=(weakref.ref(self), self.inbox, self.surroundings),
+            name="gkv-engine",
+            daemon=True,
         )
         thread.start()
         self._finalizer = weakref.finalize(self, _stop, self.inbox, thread)
@@ -96,6 +98,12 @@ class Scheduler:
     def active(self) -> int:
         """Slots that are taken, by requests that decode or whose prompts are being read."""
         return self.slots - len(self._free_slots())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the caches as they are now, the draft model's included."""
+        beside = 0 if self.drafting is None else self.drafting.cache.nbytes
+        return self._cache.nbytes + beside
 
     def cache_shapes(self) -> Cache:
         """The cache's tree, with shapes and dtypes in place of arrays."""
@@ -130,8 +138,9 @@ class Scheduler:
                     self._run()
             except Exception as error:
                 # The device program failed. What was running is lost, and the cache with it.
-                self._end_all(self._explained(error))
-                del self._cache  # first, or there may be no room for the new one
+                self._end_all(error)
+                for leaf in jax.tree.leaves(self._cache):
+                    leaf.delete()  # first, or there may be no room for the new one
                 self._session, self._cache = self._new_session(), self._new_cache()
                 if self.drafting is not None:
                     self.drafting.clear()
@@ -146,20 +155,25 @@ class Scheduler:
         self._finalizer.detach()
         self._end_all(self.inbox.refusal())
 
-    def _explained(self, error: Exception) -> Exception:
-        """``error``, or what lies behind it if weights are gone. New ones are then all that it takes."""
-        gone = "params" if has_deleted(self.params) else None
-        if self.drafting is not None and has_deleted(self.drafting.params):
-            gone = "draft.params"
-        if gone is None:
-            return error
-        explained = UserError(
-            f"{gone} of the engine have been deleted, as by a training step that donates them "
-            "(donate_argnums); call engine.update_params with the new ones after every such step, before "
-            "the next request, or give the engine a copy"
-        )
-        explained.__cause__ = error
-        return explained
+    @contextlib.contextmanager
+    def _explaining(self, params: Params) -> Iterator[None]:
+        """What lies behind an error, if these weights are gone. New ones are then all that it takes.
+
+        The engine's own may be others by now.
+        """
+        try:
+            yield
+        except Exception as error:
+            gone = "params" if has_deleted(params) else None
+            if self.drafting is not None and has_deleted(self.drafting.params):
+                gone = "draft.params"
+            if gone is None:
+                raise
+            raise UserError(
+                f"{gone} of the engine have been deleted, as by a training step that donates them "
+                "(donate_argnums); call engine.update_params with the new ones after every such step, "
+                "before the next request, or give the engine a copy"
+            ) from error
 
     def _end_all(self, error: Exception) -> None:
         """End what is being read and what decodes, and the session with it."""
@@ -172,31 +186,32 @@ class Scheduler:
     def _run(self) -> None:
         """Decode until the session wants something else."""
         self.inbox.reload = False
-        session = self._session
-        if self.loop == "host":
-            self._cache = host_loop(
-                self.params,
-                self._cache,
-                session,
-                self.sampling,
-                model=self.model,
-                spec=self.spec,
-                head=self.head,
-                drafting=self.drafting,
-            )
-        else:
-            self._run_on_device(session)
+        session, params = self._session, self.params
+        with self._explaining(params):
+            if self.loop == "host":
+                self._cache = host_loop(
+                    params,
+                    self._cache,
+                    session,
+                    self.sampling,
+                    model=self.model,
+                    spec=self.spec,
+                    head=self.head,
+                    drafting=self.drafting,
+                )
+            else:
+                self._run_on_device(session, params)
         self._report_ended()
         if session.broken:
             session.close()
             self._session = self._new_session()
 
-    def _run_on_device(self, session: Session) -> None:
+    def _run_on_device(self, session: Session, params: Params) -> None:
         answer, positions = session.inputs(), session.positions()
         handle = np.int32(session.handle)
         if session.program != "drafting":
             self._cache = device_loop(
-                self.params,
+                params,
                 self._cache,
                 answer,
                 positions,
@@ -210,7 +225,7 @@ class Scheduler:
             drafting = self.drafting
             assert drafting is not None
             self._cache, drafting.cache = drafting_loop(
-                self.params,
+                params,
                 self._cache,
                 drafting.params,
                 drafting.cache,
@@ -292,7 +307,7 @@ class Scheduler:
             self.inbox.reading = None
         except Exception as error:  # of this request alone, unless it took the cache with it
             self.inbox.reading = None
-            reading.request.finish("error", self._explained(error))
+            reading.request.finish("error", error)
             caches = self._cache, self.drafting and self.drafting.cache
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
                 raise
@@ -309,12 +324,13 @@ class Scheduler:
         self._cache = reset_row(self._cache, np.int32(slot), spec=spec, model=model)
         self._cache, start = prefixes.begin(self._cache, slot, tokens)
         request.prefix_tokens = start
-        for call in reading(params, tokens, slot, model=model, spec=spec, start=start):
-            yield call.size
-            # Kept once it is there: a call that fails leaves a cache that says that it is lost.
-            self._cache = jax.block_until_ready(call.run(self._cache))
-        if self.drafting is not None and request.drafter.uses_model:
-            yield from self.drafting.reads(slot, tokens)
+        with self._explaining(params):
+            for call in reading(params, tokens, slot, model=model, spec=spec, start=start):
+                yield call.size
+                # Kept once it is there: a call that fails leaves a cache that says that it is lost.
+                self._cache = jax.block_until_ready(call.run(self._cache))
+            if self.drafting is not None and request.drafter.uses_model:
+                yield from self.drafting.reads(slot, tokens)
         if request.shares_prefix:
             self._cache = prefixes.add(tokens, self._cache, slot)
         set_row(self.sampling, slot, request.sampling)
@@ -326,7 +342,7 @@ class Scheduler:
         return [slot for slot in self._session.free_slots if slot != taken]
 
     def _new_cache(self) -> Cache:
-        cache = init_cache(self.spec, self.model, self.slots, cache_dtype(self.params))
+        cache = init_cache(self.spec, self.model, self.slots, cache_dtype(self.params, self.model))
         return settle_beside(cache, self.params)
 
     def _new_session(self) -> Session:
@@ -344,7 +360,9 @@ class Scheduler:
         return session
 
 
-def _serve(scheduler_ref: "weakref.ref[Scheduler]", inbox: Inbox) -> None:
+def _serve(
+    scheduler_ref: "weakref.ref[Scheduler]", inbox: Inbox, surroundings: Surroundings
+) -> None:
     """The engine thread. Whatever ends it, no request is left waiting."""
     try:
         while not inbox.closing:
@@ -354,7 +372,8 @@ def _serve(scheduler_ref: "weakref.ref[Scheduler]", inbox: Inbox) -> None:
             if scheduler is None:
                 return
             try:
-                scheduler.work()
+                with surroundings.entered():
+                    scheduler.work()
             except BaseException as failure:
                 scheduler.fail(failure)
                 return

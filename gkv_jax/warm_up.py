@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -68,12 +68,17 @@ def _compile_together(scheduler: Scheduler, lengths: Iterable[int]) -> None:
         for length in lengths
         for call in reading(params, (0,) * (length - 1), 0, model=model, spec=spec)
     }
+
+    def compiled(compile: Callable[..., None], *args: Any) -> None:
+        with scheduler.surroundings.entered():  # other settings are other programs
+            compile(*args)
+
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # First those that take longest, the loops, the widest first.
         loops = [] if scheduler.loop == "host" else widths[::-1]
-        compiled = [pool.submit(_compile_loop, scheduler, cache, width) for width in loops]
-        compiled += [pool.submit(call.compile, cache) for call in calls.values()]
-        for each in compiled:
+        waiting = [pool.submit(compiled, _compile_loop, scheduler, cache, width) for width in loops]
+        waiting += [pool.submit(compiled, call.compile, cache) for call in calls.values()]
+        for each in waiting:
             each.result()
 
 

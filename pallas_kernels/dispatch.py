@@ -68,13 +68,18 @@ def choose(
     """
     if implementation is None:
         return _best(kernel, reason_against)
-    if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation: must be one of {names} or None, got {implementation!r}")
+    check_name(implementation)
     module = load(kernel, implementation)
     if reason := reason_against(module):
         raise ValueError(f"implementation: {implementation!r} does not take {reason}")
     return module
+
+
+def check_name(implementation: Implementation | None) -> None:
+    """Raise ValueError unless this is the name of an implementation, or None."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        names = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation: must be one of {names} or None, got {implementation!r}")
 
 
 def _best(kernel: str, reason_against: Callable[[ModuleType], str | None]) -> ModuleType:

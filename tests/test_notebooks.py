@@ -185,6 +185,8 @@ def run(notebook: Any, *, tiny: bool) -> Any:
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
     environment = os.environ | {"GKV_TINY": "1" if tiny else "0"}
+    if tiny:  # compiling is most of their time
+        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     return client.execute(env=environment)
 
 
@@ -247,8 +249,10 @@ def check_quickstart(notebook: Any, *, tiny: bool) -> None:
     sailor = sailor[sailor.rindex("\n{") :] if "\n{" in sailor else sailor
     jsonschema.validate(json.loads(sailor), names["schema"])
 
-    before, after = re.findall(r"[\d,]{6,}", printed(notebook, "long.stats['cache_bytes']"))
-    assert before == after
+    sizes = printed(notebook, "long.stats['prompt_tokens']")
+    prompt, tokens, places, after, before = numbers(sizes.replace("four", ""))
+    assert prompt + tokens > places == 256
+    assert 0 < before == after
     assert "backend llguidance" in printed(notebook, "tokens_per_second")
 
 
@@ -311,22 +315,22 @@ def check_bounded_cache(notebook: Any, *, tiny: bool) -> None:
     tables = "".join(
         o.get("data", {}).get("text/markdown", "") for o in outputs(notebook, "table.markdown()")
     )
-    rows = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in tables[tables.index("**perplexity of") :].splitlines()
-        if line.startswith("|")
-    }
-    full, window, sliding = (
-        float(next(cells for name, cells in rows.items() if name.startswith(kind))[1])
-        for kind in ("full", "window", "sliding")
-    )
-    assert full > 1
+    _, _, table = tables.partition("**perplexity of")
+    lines = [
+        line for line in table.partition("**perplexity through")[0].splitlines() if line[:1] == "|"
+    ]
+    perplexity = {}
+    for line in lines[2:]:  # after the names of the columns: the cache, tokens, all
+        cells = [cell.strip() for cell in line.split("|")]
+        perplexity[cells[1].split()[0]] = float(cells[3])
+    full, window = perplexity["full"], perplexity["window"]
+    assert 1 < full != window > 1
     if tiny:  # which solves no task, and the page says so
         assert "is left out" in printed(notebook, "table.markdown()")
         assert pictures(notebook, "plot_grids(quality") == 1
     else:
         assert full < window < 1.3 * full
-        assert sliding > 1.3 * window
+        assert perplexity["sliding"] > 1.3 * window
         assert "right answers" in tables
         assert pictures(notebook, "plot_grids(quality") == 2
 
@@ -385,7 +389,8 @@ def check_flax_training_eval(notebook: Any, *, tiny: bool) -> None:
         assert figures[-1][1] > 80
         assert figures[-1][4] > figures[0][4] + 30
     assert pictures(notebook, "panels[0]") == 1
-    assert "guided: " in printed(notebook, "last = ") or "free: " in printed(notebook, "last = ")
+    answers = re.findall("^(guided|free): ", printed(notebook, "last = "), re.M)
+    assert answers == ["guided"] * 3 + ["free"] * 3
 
 
 CHECKS = {

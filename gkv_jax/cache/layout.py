@@ -73,11 +73,12 @@ def _keeps_its_window(spec: CacheSpec, layer: AttentionLayer) -> bool:
 def longest_text(spec: CacheSpec, model: Decoder) -> float:
     """Tokens that a text may have with a model.
 
-    Where its own code uses positions, those that it was made for are the last: nobody could move the
-    tokens that stay to lower ones.
+    Where its own code uses positions (it rotates keys itself, or says ``uses_positions``), those that it was
+    made for are the last: nobody could move the tokens that stay to lower ones.
     """
     longest = spec.longest_text(model.max_positions)
     is_own = any(layer.rope is None for layer in model.layers)
+    is_own |= getattr(model, "uses_positions", False)
     return min(longest, model.max_positions) if is_own else longest
 
 

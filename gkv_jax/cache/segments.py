@@ -113,8 +113,13 @@ class Cache:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def cache_dtype(params: Params) -> jnp.dtype:
-    """The dtype of a cache that fits these parameters: that of the first floating-point one."""
+def cache_dtype(params: Params, model: Decoder) -> jnp.dtype:
+    """The dtype of a cache that fits a model and its parameters.
+
+    What the model says as ``cache_dtype``, or else the dtype of the first floating-point parameter.
+    """
+    if (stated := getattr(model, "cache_dtype", None)) is not None:
+        return jnp.dtype(stated)
     leaves = jax.tree.leaves(params)
     return next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
 

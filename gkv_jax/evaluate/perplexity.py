@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gkv_jax.cache import CacheSpec, cache_dtype, init_cache
 from gkv_jax.errors import UserError
 from gkv_jax.models.protocol import Decoder, Params
-from gkv_jax.prefill import pad, prefill_chunk
+from gkv_jax.prefill import chunk_hidden, pad
 
 
 def streaming_nll(
@@ -57,7 +57,7 @@ def streaming_nll(
             f"for {model.max_positions} of them; use a shorter text"
         )
     inputs, targets = text[:-1], text[1:]
-    cache = init_cache(spec, model, 1, cache_dtype(params))
+    cache = init_cache(spec, model, 1, cache_dtype(params, model))
     row = np.int32(0)
     parts = []
     chunk = chunk if spec.selector is None else min(chunk, spec.interval)
@@ -66,7 +66,7 @@ def streaming_nll(
         length = min(chunk, len(inputs) - start)
         if spec.selector is not None:
             length = min(length, spec.chunk_at(start))
-        hidden, cache = prefill_chunk(
+        hidden, cache = chunk_hidden(
             params,
             cache,
             pad(inputs[start : start + length], chunk),

@@ -33,7 +33,7 @@ class Runner:
 
     def read(self, tokens: Sequence[int]) -> Cache:
         """A new cache that has read a prompt, the first token at position 0."""
-        cache = init_cache(self.spec, self.model, 1, cache_dtype(self.params))
+        cache = init_cache(self.spec, self.model, 1, cache_dtype(self.params, self.model))
         return read_prompt(self.params, cache, tokens, 0, model=self.model, spec=self.spec)
 
     def step(self, cache: Cache, token: int, position: int) -> tuple[NDArray[np.float32], Cache]:

@@ -107,10 +107,17 @@ def _attention(
 class InOrder:
     """``Attend`` that a user's model calls: passes on what comes once for each layer, in order."""
 
-    def __init__(self, attend: Attend, dtype: DTypeLike, positions: jax.Array) -> None:
-        """``dtype`` is that of the cache; ``positions`` int32 ``[B,N]`` is what the model sees."""
-        self._attend, self._dtype, self.positions = attend, dtype, positions
+    def __init__(self, attend: Attend, dtype: DTypeLike | None, positions: jax.Array) -> None:
+        """``dtype`` is that of the cache, if known; ``positions`` int32 ``[B,N]`` is what the model sees."""
+        self._attend, self._dtype, self._positions = attend, dtype, positions
         self.count = 0
+        self.gave_positions = False
+
+    @property
+    def positions(self) -> jax.Array:
+        """As in ``Attend``. Whether anybody has asked is known from then on."""
+        self.gave_positions = True
+        return self._positions
 
     def __call__(
         self,
@@ -129,8 +136,8 @@ class InOrder:
                 "for each layer, from 0 on, in order"
             )
         self.count += 1
-        q_, k_, v_ = (each.astype(self._dtype) for each in (q, k, v))
-        out = self._attend(layer, q_, k_, v_, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        given = (each.astype(self._dtype or each.dtype) for each in (q, k, v))
+        out = self._attend(layer, *given, scale=scale, soft_cap=soft_cap, sinks=sinks)
         return out.astype(q.dtype)
 
 
@@ -172,6 +179,8 @@ class AttentionHook:
             module: Any = None,
             is_causal: bool = False,
             force_fp32_for_softmax: bool = False,  # it is always float32 here
+            scale: float | None = None,
+            implementation: str | None = None,  # of jax.nn.dot_product_attention; ours is another
             qk_attn_weights_einsum: Any = None,
             attn_weights_value_einsum: Any = None,
             **others: Any,
@@ -184,8 +193,9 @@ class AttentionHook:
             asked = [name for name, value in others.items() if value is not None]
             if asked:
                 raise UserError(
-                    f"attention layer {layer} is called with {', '.join(asked)}, which a cache cannot serve; "
-                    "leave it out"
+                    f"attention layer {layer} is called with {', '.join(asked)}, which cannot be passed on "
+                    "to a cache; leave it out, say windows by mask, or take our attend as an argument, see "
+                    "docs/flax.md"
                 )
             if bias is not None:
                 raise UserError(
@@ -208,7 +218,9 @@ class AttentionHook:
                     "self-attention over the tokens is served, no cross-attention"
                 )
             self.calls.append(Hooked(mask, is_causal, original))
-            return self._attend(layer, query, key, value)
+            return self._attend(layer, query, key, value, scale=scale)
 
-        attention.gkv_original = original  # type: ignore[attr-defined]
-        return attention
+        given = original.keywords if isinstance(original, functools.partial) else {}
+        hooked = functools.partial(attention, **given)
+        hooked.gkv_original = original  # type: ignore[attr-defined]
+        return hooked

@@ -1,30 +1,31 @@
 """What must be known of a user's model, found out once, and whether it really attends through us.
 
 A model is traced without being run for its layers and shapes. Its masks are compared with the causal one
-at full length. Then a short text goes through the model as it is, in one piece, and in two chunks
-through a cache: whatever the model does that the cache cannot know shows there.
+at full length. Then a short text goes through the model as it is, in one piece beside another one, and in
+two chunks through a cache: whatever the model does that the cache cannot know shows there.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from gkv_jax.cache import CacheSpec, ChunkAttend, cache_dtype, init_cache
+from gkv_jax.cache import Cache, CacheSpec, init_cache
 from gkv_jax.errors import UserError
 from gkv_jax.flax.attention import INSIDE, CausalAttend
 from gkv_jax.flax.decoder import AnyDecoder, FlaxDecoder
 from gkv_jax.models.protocol import AttentionLayer, Params
+from gkv_jax.prefill import chunk_hidden, pad
 
 LONGEST_MASK = 8192
 """Tokens at which masks are looked at, at most: a window as wide is not seen."""
-_SHORT, _LONG = (
-    48,
-    1024,
-)  # tokens compared: of a model with Flax's attention, and with a function of its own
+# Tokens compared: of a model with Flax's attention, and with a function of its own.
+_SHORT, _LONG = 48, 1024
 
 
 def completed(
@@ -65,7 +66,8 @@ def _completed(
         decoder, is_custom = _with_windows(decoder, params, text, stated=layers is not None)
     if check:
         with jax.default_matmul_precision("highest"):
-            _compare(decoder, params, text[: _LONG if is_custom else _SHORT])
+            lively = jax.tree.map(_lively, params)
+            _compare(decoder, lively, text[: _LONG if is_custom else _SHORT])
     return decoder
 
 
@@ -75,12 +77,21 @@ def _traced(
     """With shapes and layers."""
     recorder = _Recorder(min(8, decoder.max_positions))
 
+    uses_positions = decoder.calling.positions is not None
+
     def run(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        nonlocal uses_positions
         recorder.keys.clear()
-        out, _, _ = decoder.attend_through(params, tokens, recorder)
+        out, inner, _ = decoder.attend_through(params, tokens, recorder)
+        uses_positions |= inner.gave_positions
         head = None if decoder.head_of is None else decoder.head_of(decoder.bind(params))
+        if not all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(head)):
+            raise UserError(
+                "head does not depend on its argument: what it gives would stay as it is while the model "
+                "trains; take the weights from what it is called with"
+            )
         # A key from inside of a transformation of the model's own cannot be used here.
-        return out, head, sum((k.sum() for k in recorder.keys), jnp.zeros(()))
+        return out, head, sum((k.sum().astype(jnp.float32) for k in recorder.keys), jnp.zeros(()))
 
     tokens = jax.ShapeDtypeStruct(recorder.positions.shape, jnp.int32)
     try:
@@ -130,6 +141,8 @@ def _traced(
         head_dim=dim,
         layers=tuple(layers or [AttentionLayer(rope=None)] * len(recorder.shapes)),
         dtype=out.dtype,
+        cache_dtype=functools.reduce(jnp.promote_types, recorder.dtypes),
+        uses_positions=uses_positions,
     )
 
 
@@ -145,6 +158,7 @@ class _Recorder:
         self.positions = jnp.arange(length)[None]
         self.keys: list[jax.Array] = []
         self.shapes: list[tuple[int, int, int]] = []
+        self.dtypes: list[jnp.dtype] = []
 
     def __call__(
         self,
@@ -165,8 +179,10 @@ class _Recorder:
             )
         if layer == 0:
             self.shapes.clear()
+            self.dtypes.clear()
         self.keys.append(k)
         self.shapes.append((q.shape[2], k.shape[2], q.shape[3]))
+        self.dtypes.append(k.dtype)
         return q
 
 
@@ -192,16 +208,18 @@ class _Nothing:
 
 def _text(decoder: FlaxDecoder, example: Sequence[int] | None) -> NDArray[np.int32]:
     """``example``, or random tokens but 0, which often stands for padding: int32 ``[L]``."""
-    longest = min(decoder.max_positions, LONGEST_MASK)
     if example is None:
         random = np.random.default_rng(0)
-        return random.integers(
-            min(1, decoder.vocab_size - 1), decoder.vocab_size, longest, np.int32
-        )
-    text = np.asarray(example, np.int32)[:longest]
+        first = min(1, decoder.vocab_size - 1)
+        return random.integers(first, decoder.vocab_size, _longest(decoder), np.int32)
+    text = np.asarray(example, np.int32)[: _longest(decoder)]
     if text.ndim != 1 or text.size < 2 or text.min() < 0 or text.max() >= decoder.vocab_size:
         raise UserError(f"example must be two or more token ids from 0 to {decoder.vocab_size - 1}")
     return text
+
+
+def _longest(decoder: FlaxDecoder) -> int:
+    return min(decoder.max_positions, LONGEST_MASK)
 
 
 def _with_windows(
@@ -210,6 +228,7 @@ def _with_windows(
     """With the windows of the masks, and whether attention is a function of the user's own."""
     from_flax: list[bool] = []
     has_mask: list[bool] = []
+    text = np.resize(text, _longest(decoder))  # an example may be shorter than a window
 
     @jax.jit
     def masks(params: Params, tokens: jax.Array) -> jax.Array:
@@ -242,8 +261,16 @@ def _with_windows(
                 "all that a cache can serve; a mask that hides padding is fine if no token of the example "
                 "is padding (give example)"
             )
-        if window < text.size and not stated:
-            layers[index] = dataclasses.replace(layers[index], window=int(window))
+        told = min(layers[index].window or text.size, text.size)
+        if not stated:
+            layers[index] = dataclasses.replace(
+                layers[index], window=int(window) if window < text.size else None
+            )
+        elif told > window or (told < window and from_flax[index]):
+            raise UserError(
+                f"layers[{index}].window is {layers[index].window}, but by its mask the layer sees "
+                f"{window if window < text.size else 'all'} positions; say the same in both"
+            )
     return dataclasses.replace(decoder, layers=tuple(layers)), not all(from_flax)
 
 
@@ -262,31 +289,39 @@ def _window(mask: jax.Array | None, is_causal: bool, length: int) -> jax.Array:
 
 def _compare(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> None:
     """Raise UserError if the model says something else through a cache than by itself."""
-    own = np.asarray(_own(decoder, params, text), np.float64)
-    cached, at_the_end = (
-        np.asarray(each, np.float64) for each in _through_cache(decoder, params, text)
-    )
-    if not np.isfinite(own).all() or not np.isfinite(cached).all():
+    own, beside_another = _own(decoder, params, text)
+    cached, at_the_end = _through_cache(decoder, params, text)
+    if not np.isfinite(own.out).all() or not np.isfinite(cached).all():
         raise UserError("model: it gives NaN or infinities for a short text; see its weights")
     if not np.isfinite(at_the_end).all():
         raise UserError(
             f"model: it gives NaN at position {decoder.max_positions - 1}; set max_positions to the rows of "
             "its position table"
         )
-    # Against what differs between the tokens of the text: logits have much in common.
-    differs = own - own.mean(axis=(0, -1), keepdims=True)
-    differs -= differs.mean(axis=0, keepdims=True)
-    scale = max(float(np.sqrt(np.mean(differs**2))), 1e-12)
-    exact = min(jnp.finfo(decoder.dtype).bits, jnp.finfo(cache_dtype(params)).bits) >= 32
-    tolerance = 2e-3 if exact else 0.15
-    error = np.sqrt(np.mean((own - cached) ** 2, axis=-1)) / scale
-    if error.max() <= tolerance:
+    _check_last_positions(decoder, cached[0], at_the_end)
+    floats = [leaf.dtype for leaf in jax.tree.leaves(params) if _is_floating(leaf)]
+    dtypes = [decoder.dtype, decoder.cache_dtype, *floats]
+    tolerance = 2e-3 if min(jnp.finfo(dtype).bits for dtype in dtypes) >= 32 else 0.15
+    if (error := _error(own.out, beside_another.out).max()) > tolerance:
+        raise UserError(
+            f"model: the rows of a batch depend on one another ({error:.2g} of its outputs' spread), by "
+            "sums over the batch or by the positions of another row; requests share batches, so make "
+            "each row's output its own"
+        )
+    if own.projected is not None and (error := _error(own.logits, own.projected).max()) > tolerance:
+        raise UserError(
+            f"head: hidden states of {decoder.calling.method} times it differ from what the model's __call__ "
+            f"gives ({error:.2g} of its spread): a bias, scale, soft cap or norm lies between. Let method do "
+            "the norm, fold a scale into the head, cap with pallas_kernels.masked_head.SoftCapped(head, "
+            "cap); with a bias leave head and method out, so that the model gives its logits"
+        )
+    errors = _error(own.out, cached)
+    if errors.max() <= tolerance:
         return
-    split = _first_chunk(text.size)
     what = (
-        f"model: through a cache it differs from itself ({error.max():.2g} of its outputs' spread)"
+        f"model: through a cache it differs from itself ({errors.max():.2g} of its outputs' spread)"
     )
-    if error[:split].max() > tolerance:
+    if errors[: _first_chunk(text.size)].max() > tolerance:
         raise UserError(
             f"{what} already in a text's first tokens: attention is not softmax(q·k / sqrt(D)) under its "
             "mask (a scale, soft cap or rotation in an attention_fn of its own?), or the pass is random; "
@@ -311,46 +346,111 @@ def _compare(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> N
     )
 
 
+Array = NDArray[np.float64]
+
+
+def _error(expected: Array, found: Array) -> Array:
+    """How far outputs ``[L,...]`` lie from each other: ``[L]``."""
+    # Against what differs between the tokens of the text: logits have much in common.
+    differs = expected - expected.mean(axis=(0, -1), keepdims=True)
+    differs -= differs.mean(axis=0, keepdims=True)
+    spread = max(float(np.sqrt(np.mean(differs**2))), 1e-12)
+    error: Array = np.sqrt(np.mean((expected - found) ** 2, axis=-1)) / spread
+    return error
+
+
 def _first_chunk(length: int) -> int:
     return length // 2 + 1
 
 
-def _own(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> jax.Array:
-    """Outputs ``[L,...]`` of the model as it is."""
+class _Own(NamedTuple):
+    """Outputs ``[L,...]`` of the model as it is; where they compare, its logits and those by the head."""
+
+    out: Array
+    logits: Array
+    projected: Array | None
+
+
+def _own(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> tuple[_Own, _Own]:
+    """Of the text beside itself, and beside another one at other positions."""
+    whole = _whole(decoder)
+
+    def call(decoder: FlaxDecoder, params: Params, tokens: jax.Array, real: jax.Array) -> jax.Array:
+        attend = CausalAttend(decoder.layers, (2, text.size), mask=real)
+        given = attend if decoder.calling.needs_attend else None
+        return decoder.run(params, tokens, attend.positions, given)
+
+    tokens, real = np.stack([text, text]), np.ones((2, text.size), bool)
+    if whole is not None:
+        try:
+            shape = jax.eval_shape(functools.partial(call, whole), params, tokens, real).shape
+        except Exception:  # it has other arguments
+            shape = ()
+        if shape != (*tokens.shape, decoder.vocab_size):
+            whole = None
 
     @jax.jit
-    def run(params: Params, tokens: jax.Array) -> jax.Array:
-        params = jax.tree.map(_lively, params)
-        positions = jnp.arange(text.size)[None]
-        attend = None
-        if decoder.calling.needs_attend:
-            attend = CausalAttend(decoder.layers, (1, text.size))
-        return decoder.run(params, tokens, positions, attend)[0]
+    def run(
+        params: Params, tokens: jax.Array, real: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        out = call(decoder, params, tokens, real)
+        if whole is None:
+            return out, out, None
+        return out, call(whole, params, tokens, real), decoder.logits(params, out)
 
-    return run(params, text[None])
+    def row(index: int) -> _Own:
+        found: _Own = jax.tree.map(
+            lambda x: np.asarray(x[index], np.float64), _Own(*run(params, tokens, real))
+        )
+        return found
+
+    alone = row(0)
+    tokens[0], real[0, 0] = np.roll(text, 1), False  # positions count what exists
+    return alone, row(1)
+
+
+def _whole(decoder: FlaxDecoder) -> FlaxDecoder | None:
+    """The decoder that calls the model itself, where the one given calls another method."""
+    if decoder.head_of is None or decoder.calling.method == "__call__":
+        return None
+    calling = dataclasses.replace(decoder.calling, method="__call__")
+    return dataclasses.replace(decoder, calling=calling, head_of=None)
 
 
 def _through_cache(
     decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs ``[L,...]`` of two chunks through a cache, and ``[...]`` at the last position of all."""
+) -> tuple[Array, Array]:
+    """Outputs ``[L,...]`` of two chunks through a cache; of its first token at the last two positions.
+
+    All of them come from one program.
+    """
     spec, split = CacheSpec.full(text.size), _first_chunk(text.size)
 
-    @jax.jit
-    def run(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        params = jax.tree.map(_lively, params)
-        cache = empty = init_cache(spec, decoder, 1, cache_dtype(params))
-        row, parts = jnp.int32(0), []
-        for start, part in ((0, tokens[:split]), (split, tokens[split:])):
-            length = jnp.int32(part.size)
-            attend = ChunkAttend(spec, decoder, cache, row, jnp.int32(start), length, part.size)
-            parts.append(decoder.hidden(params, part[None], attend)[0])
-            cache = attend.cache
-        last = jnp.int32(decoder.max_positions - 1)
-        attend = ChunkAttend(spec, decoder, empty, row, last, jnp.int32(1), 1)
-        return jnp.concatenate(parts), decoder.hidden(params, tokens[None, :1], attend)[0, 0]
+    def empty() -> Cache:
+        return init_cache(spec, decoder, 1, jnp.dtype(decoder.cache_dtype))
 
-    return run(params, text)
+    def read(cache: Cache, start: int, part: NDArray[np.int32]) -> tuple[Array, Cache]:
+        at = np.int32(0), np.int32(start), np.int32(part.size)
+        tokens = pad(part, split)
+        out, cache = chunk_hidden(params, cache, tokens, *at, model=decoder, spec=spec)
+        return np.asarray(out[: part.size], np.float64), cache
+
+    first, cache = read(empty(), 0, text[:split])
+    second, _ = read(cache, split, text[split:])
+    last = [read(empty(), decoder.max_positions - back, text[:1])[0] for back in (2, 1)]
+    return np.concatenate([first, second]), np.concatenate(last)
+
+
+def _check_last_positions(decoder: FlaxDecoder, at_0: Array, at_the_end: Array) -> None:
+    """Raise UserError if a model that knows positions cannot tell the last two apart."""
+    if decoder.max_positions < 4 or not np.array_equal(*at_the_end):
+        return
+    if np.abs(at_the_end[1] - at_0).max() > 1e-2 * np.abs(at_0).max():
+        last = decoder.max_positions - 1
+        raise UserError(
+            f"model: it knows positions, but {last - 1} and {last} are the same to it, as where a table is "
+            "read beyond its end; set max_positions to the rows of its position table"
+        )
 
 
 def _mixes(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> bool:
@@ -358,7 +458,6 @@ def _mixes(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> boo
 
     @jax.jit
     def run(params: Params, tokens: jax.Array) -> jax.Array:
-        params = jax.tree.map(_lively, params)
         return decoder.hidden(params, tokens, _Nothing(jnp.arange(text.size)[None]))[0, -1]
 
     other = np.append(np.roll(text[:-1], 1), text[-1])
@@ -366,11 +465,20 @@ def _mixes(decoder: FlaxDecoder, params: Params, text: NDArray[np.int32]) -> boo
     return not np.allclose(one, another, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
-def _lively(leaf: jax.Array) -> jax.Array:
+def _is_floating(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+@jax.jit
+def _is_constant(leaf: jax.Array) -> jax.Array:
+    return jnp.all(leaf == leaf.reshape(-1)[0])
+
+
+def _lively(leaf: Any) -> Any:
     """A weight as it might be once trained: tables and projections that begin at 0 would hide mistakes."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not _is_floating(leaf) or leaf.size == 0 or not _is_constant(leaf):
         return leaf
     size = 0.5 if leaf.ndim < 2 else 0.1
-    noise = size * jnp.sin(1.7 * jnp.arange(leaf.size, dtype=jnp.float32) + 1.0)
-    is_constant = jnp.all(leaf == leaf.reshape(-1)[0])
-    return jnp.where(is_constant, leaf + noise.reshape(leaf.shape).astype(leaf.dtype), leaf)
+    noise = size * np.sin(1.7 * np.arange(leaf.size, dtype=np.float32) + 1.0)
+    lively = (np.asarray(leaf, np.float32) + noise.reshape(leaf.shape)).astype(leaf.dtype)
+    return jax.device_put(lively, leaf.sharding) if isinstance(leaf, jax.Array) else lively

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gkv_jax.cache import cache_dtype
 from gkv_jax.errors import UserError
 from gkv_jax.flax.attention import AttentionHook, InOrder
 from gkv_jax.models.protocol import Attend, AttentionLayer, Params
@@ -42,7 +41,7 @@ class Calling:
         cls,
         model: type,
         *,
-        method: str,
+        method: str | Callable[..., Any],
         tokens: str | None,
         positions: str,
         attend: str,
@@ -53,6 +52,8 @@ class Calling:
         Raises:
           UserError: no such method or argument.
         """
+        if not isinstance(method, str):  # Linen's way to name one: Model.encode
+            method = getattr(method, "__name__", repr(method))
         function = getattr(model, method, None)
         if not callable(function):
             raise UserError(f"method is {method!r}, which {model.__name__} does not have")
@@ -111,6 +112,8 @@ class FlaxDecoder(abc.ABC):
       head_of: from what ``bind`` gives to the LM head ``[V,Dm]``; None where the model gives logits.
       vocab_size, num_heads, num_kv_heads, head_dim, layers: as in ``Decoder``.
       dtype: of the logits or hidden states.
+      cache_dtype: of the keys as the model gives them; None until they have been seen.
+      uses_positions: whether the model's own code is given positions.
     """
 
     calling: Calling
@@ -122,6 +125,8 @@ class FlaxDecoder(abc.ABC):
     head_dim: int = 0
     layers: tuple[AttentionLayer, ...] = ()
     dtype: DTypeLike = jnp.float32
+    cache_dtype: DTypeLike | None = None
+    uses_positions: bool = True
 
     @abc.abstractmethod
     def bind(self, params: Params) -> Any:
@@ -155,7 +160,7 @@ class FlaxDecoder(abc.ABC):
         """Logits or hidden states ``[B,N,...]``; also what the model has called."""
         # Padding may stand beyond the last position, and a table may have NaN for that.
         positions = jnp.minimum(attend.positions, self.max_positions - 1)
-        inner = InOrder(attend, cache_dtype(params), positions)
+        inner = InOrder(attend, self.cache_dtype, positions)
         if self.calling.attend is not None:
             return self.run(params, tokens, positions, attend=inner), inner, None
         hook = AttentionHook(inner)

@@ -43,7 +43,8 @@ class LinenDecoder(FlaxDecoder):
     def params_of(self, source: Any) -> Params:
         if not isinstance(source, Mapping):
             return source
-        variables = {name: _plain(tree) for name, tree in source.items()}
+        # Boxes of linen.with_partitioning are what init gives; training states hold what is in them.
+        variables = {name: _plain(tree) for name, tree in linen.meta.unbox(source).items()}
         if self.collections == ("params",) and "params" not in variables:
             return {"params": variables}
         return variables
@@ -54,7 +55,7 @@ def from_linen(
     variables: Mapping[str, Any],
     *,
     max_positions: int,
-    method: str = "__call__",
+    method: str | Callable[..., Any] = "__call__",
     tokens: str | None = None,
     positions: str = "positions",
     attend: str = "attend",

@@ -18,17 +18,27 @@ nnx = import_flax("nnx")
 
 Path = tuple[str, ...]
 
+_UNREAD = nnx.Any(nnx.RngState, nnx.Intermediate)
+"""What an evaluation reads nothing of: nothing is drawn, and what was sown is an output."""
+
 
 class Structure:
     """An nnx module without its arrays: what ``nnx.split`` gives. Its hash is computed once."""
 
     def __init__(self, model: Any) -> None:
-        self.graphdef, random, state = nnx.split(model, nnx.RngState, ...)
+        try:
+            self.graphdef, unread, state = nnx.split(model, _UNREAD, ...)
+            hash(self.graphdef)
+        except TypeError as error:
+            raise UserError(
+                f"model holds something that cannot be compared ({error}): make its class "
+                "@dataclass(frozen=True), and a dict or list of plain values a tuple"
+            ) from error
         self.paths, _, self.treedef = _flatten(state)
-        _, leaves, self.random_treedef = _flatten(random)
-        # Nothing is drawn from them; they must be there.
-        self.random = tuple(_random_aval(leaf) for leaf in leaves)
-        self._hash = hash((self.graphdef, self.treedef, self.random_treedef, self.random))
+        _, leaves, self.unread_treedef = _flatten(unread)
+        # They must be there.
+        self.unread = tuple(_aval(leaf) for leaf in leaves)
+        self._hash = hash((self.graphdef, self.treedef, self.unread_treedef, self.unread))
 
     def __hash__(self) -> int:
         return self._hash
@@ -40,17 +50,17 @@ class Structure:
             self._hash == other._hash
             and self.graphdef == other.graphdef
             and self.treedef == other.treedef
-            and self.random_treedef == other.random_treedef
-            and self.random == other.random
+            and self.unread_treedef == other.unread_treedef
+            and self.unread == other.unread
         )
 
     def merge(self, params: Params) -> Any:
         """A module with these parameters, for evaluation. It shares nothing with the user's."""
         leaves = [_lookup(params, path) for path in self.paths]
-        random = [_some_random(*each) for each in self.random]
+        unread = [_stand_in(*each) for each in self.unread]
         model = nnx.merge(
             self.graphdef,
-            jax.tree.unflatten(self.random_treedef, random),
+            jax.tree.unflatten(self.unread_treedef, unread),
             jax.tree.unflatten(self.treedef, leaves),
         )
         model.eval()
@@ -85,10 +95,10 @@ class NnxDecoder(FlaxDecoder):
                             "decode=False"
                         )
                     module.attention_fn = hook.instead_of(original)
-        before = _leaves(model)
+        before = _leaves(model, nnx.Not(nnx.Intermediate))
         args, named = self.calling.arguments(tokens, positions, attend)
         out: jax.Array = getattr(model, self.calling.method)(*args, **named)
-        after = _leaves(model)
+        after = _leaves(model, nnx.Not(nnx.Intermediate))
         changed = [path for path, leaf in before.items() if after.get(path) is not leaf]
         if any(path in _leaves(model, nnx.Param) for path in changed):
             raise UserError(INSIDE)  # Flax's transformations give back all that they are given
@@ -102,9 +112,9 @@ class NnxDecoder(FlaxDecoder):
 
     def params_of(self, source: Any) -> Params:
         if isinstance(source, nnx.Module):
-            return _nested(nnx.split(source, nnx.RngState, ...)[2])
+            source = nnx.split(source)[1]
         if isinstance(source, nnx.State):
-            return _nested(_without_random(source))
+            return _nested(nnx.filter_state(source, nnx.Not(_UNREAD)))
         return source
 
 
@@ -112,7 +122,7 @@ def from_nnx(
     model: Any,
     *,
     max_positions: int,
-    method: str = "__call__",
+    method: str | Callable[..., Any] = "__call__",
     tokens: str | None = None,
     positions: str = "positions",
     attend: str = "attend",
@@ -132,14 +142,15 @@ def from_nnx(
     Args:
       model: gives logits ``[B,N,V]`` for tokens int32 ``[B,N]``; or hidden states, see ``head``.
       max_positions: rows of its position table, or the length that its rotations were trained for.
-      method: to be called.
+      method: to be called, by name or as the class has it.
       tokens, positions, attend: names of its arguments; the first is for tokens unless named. It need
         not have the others. ``positions`` are int32 ``[B,N]``; texts come in parts, so that a model that
         counts positions by itself is refused.
       options: arguments that are the same in every call, such as ``{"train": False}``.
       head: where ``method`` gives final hidden states ``[B,N,Dm]``: from the model to its LM head
-        ``[V,Dm]``, which is then read only where the grammar allows a token. Define it once: another
-        function is another model to the compiler.
+        ``[V,Dm]``, which is then read only where the grammar allows a token. It is all that lies between
+        the two: no bias, no scale; ``SoftCapped(head, cap)`` of ``pallas_kernels.masked_head`` for a soft
+        cap. Define it once: another function is another model to the compiler.
       layers: rotations and windows, one for each layer: with a rotation, keys and queries are to come to
         ``attend`` without theirs. None: rotated by your code or not at all, windows as in the masks.
       example: a text to look at the model with; random tokens if None.
@@ -261,10 +272,20 @@ def _modules(model: Any) -> list[Any]:
 
 
 def _flatten(state: Any) -> tuple[tuple[Path, ...], list[Any], Any]:
-    """Paths, arrays and structure of an ``nnx.State``."""
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(state)
-    paths = tuple(tuple(_name(key) for key in path[:-1]) for path, _ in with_paths)
-    return paths, [leaf for _, leaf in with_paths], treedef
+    """Paths, arrays and structure of an ``nnx.State``, which holds Variables and plain arrays."""
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    paths: list[Path] = []
+    leaves: list[Any] = []
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
+        for inside, leaf in jax.tree_util.tree_flatten_with_path(node)[0]:
+            # The first step into a Variable leads to its value and has no name.
+            inside = inside[1:] if is_variable(node) else inside
+            paths.append(tuple(_name(key) for key in (*path, *inside)))
+            leaves.append(leaf)
+    return tuple(paths), leaves, jax.tree.structure(state)
 
 
 def _leaves(model: Any, kind: Any = ...) -> dict[Path, Any]:
@@ -281,10 +302,6 @@ def _nested(state: Any) -> dict[str, Any]:
             node = node.setdefault(name, {})
         node[path[-1]] = leaf
     return nested
-
-
-def _without_random(state: Any) -> Any:
-    return nnx.filter_state(state, nnx.Not(nnx.RngState))
 
 
 def _lookup(params: Params, path: Path) -> Any:
@@ -306,12 +323,12 @@ def _value(variable: Any) -> jax.Array:
     return leaf
 
 
-def _random_aval(leaf: Any) -> tuple[tuple[int, ...], Any, str | None]:
+def _aval(leaf: Any) -> tuple[tuple[int, ...], Any, str | None]:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return leaf.shape, leaf.dtype, str(jax.random.key_impl(leaf)) if is_key else None
 
 
-def _some_random(shape: tuple[int, ...], dtype: Any, impl: str | None) -> jax.Array:
+def _stand_in(shape: tuple[int, ...], dtype: Any, impl: str | None) -> jax.Array:
     if impl is None:
         return jnp.zeros(shape, dtype)
     return jnp.broadcast_to(jax.random.key(0, impl=impl), shape)

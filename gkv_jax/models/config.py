@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gkv_jax.errors import UserError
-from gkv_jax.models.fields import REQUIRED, Fields
+from gkv_jax.models.fields import Fields, is_integer
 from gkv_jax.models.rope_config import RopeConfig
 
 
@@ -53,6 +53,16 @@ class ModelConfig:
         ):
             if getattr(self, field) < 1:
                 raise UserError(f"{field} must be at least 1, not {getattr(self, field)}")
+        if not self.rms_norm_eps >= 0:
+            raise UserError(f"rms_norm_eps must be at least 0, not {self.rms_norm_eps}")
+        for name, ids in (
+            ("bos_token_id", () if self.bos_token_id is None else (self.bos_token_id,)),
+            ("eos_token_id", self.eos_token_ids),
+        ):
+            if beyond := [token for token in ids if not 0 <= token < self.vocab_size]:
+                raise UserError(
+                    f"{name} {beyond[0]} is no token of a vocabulary of {self.vocab_size}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -105,32 +115,57 @@ def common_hf(
     generation: Mapping[str, Any],
     *,
     max_positions: int = 2048,
+    kv_heads: int | None = None,
     head_dim: int | None = None,
+    eps: float = 1e-6,
     tied: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """What every family's ``config.json`` states, as arguments of ``ModelConfig``.
 
     The keyword arguments are the defaults of the family's configuration in transformers, which an
-    absent field stands for; ``head_dim`` None is the hidden size over the heads.
+    absent field stands for: ``kv_heads`` None is as many as heads, ``head_dim`` None the hidden size
+    over the heads. ``quantization`` is the ``quant_method`` that the family reads, if any.
     """
     fields.inert(*INERT)
+    check_quantization(fields, quantization)
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    head_dim = head_dim or hidden_size // max(num_heads, 1)
+    kv_heads = fields.nullable(fields.integer, "num_key_value_heads", kv_heads)
     return {
-        "architecture": fields.get("model_type", REQUIRED),
+        "architecture": fields.text("model_type"),
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("intermediate_size"),
         "num_layers": fields.integer("num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", num_heads),
-        "head_dim": fields.integer("head_dim", head_dim),
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "num_kv_heads": num_heads if kv_heads is None else kv_heads,
+        "head_dim": fields.integer("head_dim", head_dim or hidden_size // max(num_heads, 1)),
+        "rms_norm_eps": fields.number("rms_norm_eps", eps),
         "max_position_embeddings": fields.integer("max_position_embeddings", max_positions),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
-        "bos_token_id": fields.get("bos_token_id"),
-        "eos_token_ids": _ids(fields.get("eos_token_id"), generation.get("eos_token_id")),
+        "bos_token_id": fields.integer("bos_token_id", None),
+        "eos_token_ids": token_ids(
+            (fields, "eos_token_id"),
+            (Fields(generation, "generation_config.json: "), "eos_token_id"),
+        ),
     }
+
+
+def check_quantization(fields: Fields, served: str | None = None) -> None:
+    """Raise UserError for quantised safetensors, unless ``served`` is their ``quant_method``."""
+    options = fields.mapping("quantization_config", None)
+    if options is None:
+        return
+    method = options.get("quant_method")
+    if served is None or method != served:
+        known = "" if served is None else f" (served: {served})"
+        raise UserError(
+            f"{fields.where}quantization_config with quant_method={method!r} is not served{known}; "
+            "take the repository whose weights are not quantised"
+        )
+    inner = Fields(options, f"{fields.where}quantization_config.")
+    inner.inert("quant_method", "modules_to_not_convert", "dequantize")
+    inner.finish()
 
 
 def layer_windows(
@@ -140,8 +175,8 @@ def layer_windows(
 
     Layers are ``full_attention`` or ``sliding_attention``. Raises UserError for other kinds.
     """
-    kinds = fields.get("layer_types", default)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    kinds = fields.sequence("layer_types", default)
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(
             f"{fields.where}layer_types={unknown} is not served (served: full_attention, "
@@ -158,10 +193,16 @@ def layer_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """All of them, without repetition."""
-    lists = [[value] if isinstance(value, int) else value or [] for value in values]
-    return tuple(dict.fromkeys(token for tokens in lists for token in tokens))
+def token_ids(*keys: tuple[Fields, str]) -> tuple[int, ...]:
+    """The tokens that these fields name, each an integer or a list of them, without repetition."""
+    found: list[int] = []
+    for fields, key in keys:
+        value = fields.get(key, [])
+        tokens = value if isinstance(value, list | tuple) else [value]
+        if not all(map(is_integer, tokens)):
+            raise UserError(f"{fields.where}{key} must be an integer or a list of them")
+        found += tokens
+    return tuple(dict.fromkeys(found))
 
 
 # --- GGUF ---------------------------------------------------------------------------------------
@@ -194,14 +235,12 @@ def common_gguf(fields: Fields, header: GGUFHeader) -> dict[str, Any]:
             raise UserError(
                 f"{fields.where}{key} {fields.get(key)} differs from the head width {head_dim}"
             )
-    metadata, context_length = header.metadata, fields.integer("context_length")
-    tokenizer = {
-        name: metadata.get(f"tokenizer.ggml.{name}")
-        for name in ("tokens", "bos_token_id", "eos_token_id", "eot_token_id")
-    }
+    context_length = fields.integer("context_length")
+    tokenizer = Fields(header.metadata, "GGUF: ")
+    tokens = tokenizer.sequence("tokenizer.ggml.tokens", ())
     return {
-        "architecture": metadata["general.architecture"],
-        "vocab_size": fields.integer("vocab_size", len(tokenizer["tokens"] or ())),
+        "architecture": tokenizer.text("general.architecture"),
+        "vocab_size": fields.integer("vocab_size", len(tokens)),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_layers": fields.integer("block_count"),
@@ -214,8 +253,10 @@ def common_gguf(fields: Fields, header: GGUFHeader) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         "rope": RopeConfig.from_gguf(fields, context_length, header.rope_factors),
-        "bos_token_id": tokenizer["bos_token_id"],
-        "eos_token_ids": _ids(tokenizer["eos_token_id"], tokenizer["eot_token_id"]),
+        "bos_token_id": tokenizer.integer("tokenizer.ggml.bos_token_id", None),
+        "eos_token_ids": token_ids(
+            *((tokenizer, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        ),
     }
 
 

@@ -26,13 +26,15 @@ def from_hf(
     UserError, naming the field, for an architecture or option that is not served or not known.
     """
     known = {name: family for family in FAMILIES for name in family.MODEL_TYPES}
-    family = _known("config.json: model_type", config.get("model_type"), known)
     fields = Fields(config, "config.json: ")
-    classes = fields.get("architectures") or family.ARCHITECTURES
-    if not set(classes) & set(family.ARCHITECTURES):
+    kind = fields.get("model_type")
+    family = _known("config.json: model_type", kind, known)
+    served = family.ARCHITECTURES[family.MODEL_TYPES.index(kind)]
+    classes = fields.sequence("architectures", ())
+    if classes and served not in classes:
         raise UserError(
-            f"config.json: architectures={classes!r} is not served "
-            f"(served: {', '.join(family.ARCHITECTURES)})"
+            f"config.json: architectures={classes!r} is not served for model_type {kind!r} "
+            f"(served: {served})"
         )
     model = family(family.config_from_hf(fields, generation_config or {}))
     fields.finish()
@@ -46,8 +48,8 @@ def from_gguf(header: GGUFHeader) -> Transformer:
     """
     known = {name: family for family in FAMILIES for name in family.GGUF_ARCHITECTURES}
     architecture = header.metadata.get("general.architecture")
-    elsewhere = {name.replace("_", "-") for family in FAMILIES for name in family.MODEL_TYPES}
-    if architecture in elsewhere - set(known):
+    elsewhere = [name.replace("_", "-") for family in FAMILIES for name in family.MODEL_TYPES]
+    if architecture in elsewhere and architecture not in [*known]:
         raise UserError(
             f"GGUF: general.architecture {architecture!r} is not read from GGUF; load this model "
             "from its Hugging Face folder or repository"
@@ -66,6 +68,6 @@ def from_gguf(header: GGUFHeader) -> Transformer:
 
 
 def _known(key: str, value: Any, known: Mapping[str, type[Transformer]]) -> type[Transformer]:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise UserError(f"{key} {value!r} is not served; known: {', '.join(known)}")
     return known[value]

@@ -1,6 +1,7 @@
 """Options of a model, from ``config.json`` or GGUF metadata, none of which may go unread."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gkv_jax.errors import UserError
@@ -29,35 +30,53 @@ class Fields:
             raise UserError(f"{self.where}{key} is missing; the file is incomplete")
         return default if value is None else value
 
-    def nullable(self, key: str, default: Any) -> Any:
-        """As ``get``, but null is None, and only an absent key is ``default``."""
-        return self.get(key) if key in self._values else default
+    def nullable(self, read: Callable[[str, Any], Any], key: str, default: Any) -> Any:
+        """``read(key, default)``, but None where the file says null."""
+        return read(key, None if key in self._values else default)
 
-    def integer(self, key: str, default: Any = REQUIRED) -> int:
-        """An integer; UserError for anything else."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UserError(f"{self.where}{key} must be an integer, not {_short(value)}")
-        return value
+    def integer(self, key: str, default: Any = REQUIRED) -> Any:
+        """An integer, or ``default``; UserError for anything else."""
+        return self._typed(key, default, "an integer", is_integer)
 
-    def number(self, key: str, default: Any = REQUIRED) -> float:
-        """A number; UserError for anything else."""
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UserError(f"{self.where}{key} must be a number, not {_short(value)}")
-        return float(value)
+    def number(self, key: str, default: Any = REQUIRED) -> Any:
+        """A finite number as a float, or ``default``; UserError for anything else."""
+        value = self._typed(key, default, "a finite number", _is_number)
+        return float(value) if _is_number(value) else value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false; UserError for anything else."""
+        value: bool = self._typed(
+            key, default, "true or false", lambda value: isinstance(value, bool)
+        )
+        return value
+
+    def text(self, key: str, default: Any = REQUIRED) -> Any:
+        """A string, or ``default``; UserError for anything else."""
+        return self._typed(key, default, "a string", lambda value: isinstance(value, str))
+
+    def mapping(self, key: str, default: Any = REQUIRED) -> Any:
+        """A mapping, or ``default``; UserError for anything else."""
+        return self._typed(key, default, "an object", lambda value: isinstance(value, Mapping))
+
+    def sequence(self, key: str, default: Any = REQUIRED) -> Any:
+        """A list, or ``default``; UserError for anything else."""
+        return self._typed(
+            key,
+            default,
+            "a list",
+            lambda value: isinstance(value, Sequence) and not isinstance(value, str),
+        )
+
+    def _typed(self, key: str, default: Any, kind: str, check: Callable[[Any], bool]) -> Any:
         value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise UserError(f"{self.where}{key} must be true or false, not {_short(value)}")
+        if value is not default and not check(value):
+            raise UserError(f"{self.where}{key} must be {kind}, not {_short(value)}")
         return value
 
     def serve_only(self, key: str, *values: Any) -> None:
         """Read ``key``. Raises UserError unless it is one of ``values``; None stands for absent."""
         value = self.get(key)
-        if value not in values:
+        if not any(type(value) is type(each) and value == each for each in values):
             served = ", ".join("absent" if each is None else repr(each) for each in values)
             raise UserError(f"{self.where}{key}={_short(value)} is not served (served: {served})")
 
@@ -74,6 +93,15 @@ class Fields:
                 f"{listed}: not served; an option that changes nothing of what the model computes "
                 "can be removed from the file"
             )
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return (is_integer(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
 
 
 def _short(value: Any, limit: int = 60) -> str:

@@ -21,15 +21,17 @@ from gkv_jax.models.config import (
     INERT,
     GGUFHeader,
     ModelConfig,
+    check_quantization,
     common_gguf,
     common_hf,
     layer_windows,
+    token_ids,
 )
-from gkv_jax.models.fields import REQUIRED, Fields
-from gkv_jax.models.layers import linear, linears
+from gkv_jax.models.fields import Fields
+from gkv_jax.models.layers import linear, linears, rms_norm_float32
 from gkv_jax.models.parameters import Changed, Naming, Parameter, Renamed, module
 from gkv_jax.models.protocol import Attend, AttentionLayer, Params
-from gkv_jax.models.rope_config import RopeConfig
+from gkv_jax.models.rope_config import RopeConfig, rope_options
 from gkv_jax.models.transformer import Transformer
 from gkv_jax.rope import Rope
 from pallas_kernels.masked_head import Head, SoftCapped
@@ -87,21 +89,20 @@ class Gemma(Transformer):
         if fields.get("model_type") != "gemma3":
             return _config_from_hf(fields, generation)
         _log.warning("config.json: this Gemma 3 takes images, too; only its text is served")
-        text, eos = fields.get("text_config", REQUIRED), fields.get("eos_token_id")
-        fields.inert(*INERT, *_OF_IMAGES, "bos_token_id", "tie_word_embeddings")
-        if not isinstance(text, Mapping):
-            raise UserError(f"{fields.where}text_config must be an object")
+        fields.inert(*INERT, *_OF_IMAGES, "bos_token_id")
+        check_quantization(fields)
         # What this file leaves out is as in transformers' Gemma3TextConfig, and it leaves out much.
-        inner = Fields({**_TEXT_DEFAULTS, **text}, f"{fields.where}text_config.")
+        text = {**_TEXT_DEFAULTS, **fields.mapping("text_config")}
+        # Whether the embedding is the head's, the outer configuration says first.
+        tied = text.get("tie_word_embeddings", True)
+        text["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
+        inner = Fields(text, f"{fields.where}text_config.")
         inner.inert("architectures")
+        inner.serve_only("model_type", "gemma3_text")
         config = _config_from_hf(inner, generation)
         inner.finish()
-        ends = [eos] if isinstance(eos, int) else eos or ()
-        return dataclasses.replace(
-            config,
-            architecture="gemma3",
-            eos_token_ids=tuple(dict.fromkeys([*ends, *config.eos_token_ids])),
-        )
+        ends = dict.fromkeys([*token_ids((fields, "eos_token_id")), *config.eos_token_ids])
+        return dataclasses.replace(config, architecture="gemma3", eos_token_ids=tuple(ends))
 
     @classmethod
     def config_from_gguf(cls, fields: Fields, header: GGUFHeader) -> GemmaConfig:
@@ -109,10 +110,13 @@ class Gemma(Transformer):
         is_2 = common["architecture"] == "gemma2"
         # The files say as much as llama.cpp must know; the rest it has by name, or from the size.
         is_27b = common["num_layers"] == (46 if is_2 else 62)
-        per_head = common["hidden_size"] // common["num_heads"]
+        per_head = common["hidden_size"] // max(common["num_heads"], 1)
         window = fields.integer("attention.sliding_window", 4096 if is_2 else 0)
-        period = fields.get("attention.sliding_window_pattern", 2 if is_2 else 6)
-        kinds = _pattern(common["num_layers"], period) if isinstance(period, int) else period
+        key, period = "attention.sliding_window_pattern", 2 if is_2 else 6
+        if isinstance(fields.get(key), list):  # which layers are local, one by one
+            kinds = fields.sequence(key)
+        else:
+            kinds = _pattern(common["num_layers"], fields.integer(key, period))
         local_base = fields.number("rope.freq_base_swa", _LOCAL_THETA)
         return GemmaConfig(
             **common,
@@ -182,9 +186,7 @@ class Gemma(Transformer):
 
     def _attention(self, layer: Params, index: int, x: jax.Array, attend: Attend) -> jax.Array:
         config = self.config
-        widths = [heads * self.head_dim for heads in (self.num_heads, *[self.num_kv_heads] * 2)]
-        projected = linears(layer, "qkv", self.FUSED["qkv"], x, widths)
-        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
+        q, k, v = self.qkv(layer, x)
         if config.qk_norm:
             q, k = self._norm(q, layer["q_norm"]), self._norm(k, layer["k_norm"])
         scale = config.query_pre_attn_scalar**-0.5
@@ -197,12 +199,7 @@ class Gemma(Transformer):
         return linear(layer, "down", jax.nn.gelu(gate, approximate=True) * up)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """RMSNorm (arXiv 1910.07467), which multiplies by 1 + ``weight`` in float32, too."""
-        x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        scale = (1 + weight.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))
-        normal = x32 * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps)
-        return (normal * scale).astype(x.dtype)
+        return rms_norm_float32(x, 1 + weight.astype(jnp.float32), self.config.rms_norm_eps)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -230,7 +227,12 @@ def _config_from_hf(fields: Fields, generation: Mapping[str, Any]) -> GemmaConfi
         fields.serve_only(key, None, "gelu_pytorch_tanh")
     fields.serve_only("use_bidirectional_attention", None, False)
     common = common_hf(
-        fields, generation, max_positions=8192 if is_2 else 131_072, head_dim=256, tied=True
+        fields,
+        generation,
+        max_positions=8192 if is_2 else 131_072,
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
     )
     if is_2:
         period, local_rope = 2, None
@@ -240,8 +242,8 @@ def _config_from_hf(fields: Fields, generation: Mapping[str, Any]) -> GemmaConfi
         period = fields.integer("_sliding_window_pattern", 6)
         period = fields.integer("sliding_window_pattern", period)
         rope, local_rope = _ropes(fields, common["max_position_embeddings"])
-    window = fields.nullable("sliding_window", 4096)
-    window = None if window is None else fields.integer("sliding_window", window)
+    window = fields.nullable(fields.integer, "sliding_window", 4096)
+    fields.serve_only("sliding_window_size", None, window)  # the older name, beside the newer
     kinds = ("full_attention", "sliding_attention")
     default = [kinds[local] for local in _pattern(common["num_layers"], period)]
     return GemmaConfig(
@@ -262,22 +264,16 @@ def _ropes(fields: Fields, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
     """Gemma 3's rotations of global and of local layers."""
     theta = fields.number("rope_theta", _GLOBAL_THETA)
     local_theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
-    old, new = fields.get("rope_scaling", {}), fields.get("rope_parameters")
-    if new is None:  # transformers 4, where a scaling is that of the global layers
-        where = f"{fields.where}rope_scaling"
-        scaled = RopeConfig.from_options(old, where, max_positions, theta=theta)
-        return scaled, RopeConfig(local_theta)
-    if unknown := sorted(set(new) - {"full_attention", "sliding_attention"}):
-        raise UserError(
-            f"{fields.where}rope_parameters has {', '.join(unknown)}; it must have options for "
-            "full_attention and for sliding_attention"
-        )
+    options = rope_options(fields)
+    if not fields.get("rope_parameters"):  # transformers 4: a scaling of the global layers
+        return RopeConfig.from_options(options, max_positions, theta=theta), RopeConfig(local_theta)
     globally, locally = (
         RopeConfig.from_options(
-            new.get(kind) or {}, f"{fields.where}rope_parameters.{kind}", max_positions, theta=base
+            Fields(options.mapping(kind, {}), f"{options.where}{kind}."), max_positions, theta=base
         )
         for kind, base in (("full_attention", theta), ("sliding_attention", local_theta))
     )
+    options.finish()  # there are no others
     return globally, locally
 
 
@@ -305,8 +301,8 @@ def _pattern(num_layers: int, period: int) -> Sequence[bool]:
 
 def _cap(fields: Fields, key: str, default: float | None) -> float | None:
     """A soft cap. None where the file says null; where it says nothing, ``default``."""
-    value = fields.nullable(key, default)
-    return None if value is None else fields.number(key, value)
+    cap: float | None = fields.nullable(fields.number, key, default)
+    return cap
 
 
 def _without_one(name: str, array: np.ndarray) -> np.ndarray:

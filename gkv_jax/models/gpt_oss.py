@@ -25,12 +25,12 @@ import numpy as np
 from gkv_jax.errors import UserError
 from gkv_jax.models.config import ModelConfig, common_hf, layer_windows
 from gkv_jax.models.experts import mixture, route
-from gkv_jax.models.fields import Fields
-from gkv_jax.models.layers import linear, linears
+from gkv_jax.models.fields import REQUIRED, Fields
+from gkv_jax.models.layers import linear, rms_norm_float32
 from gkv_jax.models.mxfp4 import Mxfp4Checkpoint
 from gkv_jax.models.parameters import Naming, Parameter, module
 from gkv_jax.models.protocol import Attend, Params
-from gkv_jax.models.rope_config import RopeConfig
+from gkv_jax.models.rope_config import RopeConfig, rope_options
 from gkv_jax.models.transformer import Transformer
 from pallas_kernels.int8_matmul import Int8Matrix, int8_matmul, quantize
 
@@ -87,23 +87,24 @@ class GptOss(Transformer):
     def config_from_hf(cls, fields: Fields, generation: Mapping[str, Any]) -> GptOssConfig:
         fields.serve_only("hidden_act", None, "silu")
         fields.inert("initial_context_length", "output_router_logits", "router_aux_loss_coef")
-        _check_quantization(fields)
-        common = common_hf(fields, generation, max_positions=131_072, head_dim=64)
+        common = common_hf(
+            fields,
+            generation,
+            max_positions=131_072,
+            kv_heads=8,
+            head_dim=64,
+            eps=1e-5,
+            quantization="mxfp4",  # which tensors it is, their names say
+        )
         chosen = fields.integer("num_experts_per_tok", 4)
         fields.serve_only("experts_per_token", None, chosen)  # the older name, beside the newer
-        new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
         rope = RopeConfig.from_options(
-            new or old or _YARN,
-            f"{fields.where}{'rope_parameters' if new else 'rope_scaling'}",
+            rope_options(fields, _YARN),
             common["max_position_embeddings"],
             theta=fields.number("rope_theta", 150_000.0),
         )
-        window = fields.nullable("sliding_window", 128)
+        window = fields.nullable(fields.integer, "sliding_window", 128)
         kinds = ("sliding_attention", "full_attention")
-        common |= {  # whose defaults are not those of other families
-            "num_kv_heads": fields.integer("num_key_value_heads", 8),
-            "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
-        }
         return GptOssConfig(
             **common,
             attention_bias=fields.flag("attention_bias", True),
@@ -112,7 +113,9 @@ class GptOss(Transformer):
             windows=layer_windows(
                 fields, window, [kinds[layer % 2] for layer in range(common["num_layers"])]
             ),
-            experts=fields.integer("num_local_experts", fields.get("num_experts")),
+            experts=fields.integer(
+                "num_local_experts", fields.integer("num_experts", None) or REQUIRED
+            ),
             experts_per_token=chosen,
             swiglu_alpha=fields.number("swiglu_alpha", 1.702),
             swiglu_limit=fields.number("swiglu_limit", 7.0),
@@ -170,9 +173,7 @@ class GptOss(Transformer):
         return {**rounded, "layers": layers}
 
     def _attention(self, layer: Params, index: int, x: jax.Array, attend: Attend) -> jax.Array:
-        widths = [heads * self.head_dim for heads in (self.num_heads, *[self.num_kv_heads] * 2)]
-        projected = linears(layer, "qkv", self.FUSED["qkv"], x, widths)
-        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
+        q, k, v = self.qkv(layer, x)
         out = attend(index, q, k, v, sinks=layer["sinks"].astype(jnp.float32))
         return linear(layer, "o", out.reshape(*x.shape[:2], -1))
 
@@ -194,28 +195,11 @@ class GptOss(Transformer):
         return (up + 1) * gate * jax.nn.sigmoid(gate * self.config.swiglu_alpha)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """RMSNorm (arXiv 1910.07467), which multiplies by ``weight`` in float32, too."""
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(
-            jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.config.rms_norm_eps
-        )
-        weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (weight * (x32 * scale)).astype(x.dtype)
+        return rms_norm_float32(x, weight, self.config.rms_norm_eps)
 
 
 _NO_GGUF = "none"
 """GGUF files have gate and up apart and are not read, see ``families.from_gguf``."""
-
-
-def _check_quantization(fields: Fields) -> None:
-    """MXFP4 experts are read; which tensors they are, their names say."""
-    options = fields.get("quantization_config")
-    if options is None:
-        return
-    inner = Fields(options, f"{fields.where}quantization_config.")
-    inner.serve_only("quant_method", "mxfp4")
-    inner.inert("modules_to_not_convert", "dequantize")
-    inner.finish()
 
 
 def _quantize_experts(weight: jax.Array) -> Int8Matrix:

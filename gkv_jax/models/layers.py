@@ -11,9 +11,18 @@ from pallas_kernels.int8_matmul import Int8Matrix, int8_matmul
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """RMSNorm (arXiv 1910.07467) of the last axis, in float32; ``weight`` multiplies in x's dtype."""
+    return _last_axis(weight, x.ndim) * _normal(x, eps).astype(x.dtype)
+
+
+def rms_norm_float32(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """As ``rms_norm``, but ``weight`` multiplies in float32, before the result takes x's dtype."""
+    weight = _last_axis(weight.astype(jnp.float32), x.ndim)
+    return (weight * _normal(x, eps)).astype(x.dtype)
+
+
+def _normal(x: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return _last_axis(weight, x.ndim) * (x32 * scale).astype(x.dtype)
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
 def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ A layer of its parameters::
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -88,12 +88,6 @@ class Llama(Transformer):
                 x = x + linear(layer, "o", out.reshape(*x.shape[:2], -1))
                 x = x + self._mlp(layer, rms_norm(x, layer["mlp_norm"], eps))
         return rms_norm(x, params["norm"], eps)
-
-    def qkv(self, layer: Params, x: jax.Array) -> Sequence[jax.Array]:
-        """Queries ``[B,N,Hq,D]``, keys and values ``[B,N,Hk,D]`` of normalised ``x [B,N,Dm]``."""
-        widths = [heads * self.head_dim for heads in (self.num_heads, *[self.num_kv_heads] * 2)]
-        projected = linears(layer, "qkv", self.FUSED["qkv"], x, widths)
-        return [y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected]
 
     def _mlp(self, layer: Params, x: jax.Array) -> jax.Array:
         widths = [self.config.intermediate_size] * 2

@@ -24,8 +24,8 @@ class Mistral(Llama):
     @classmethod
     def config_from_hf(cls, fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         fields.serve_only("hidden_act", None, "silu")
-        common = common_hf(fields, generation, max_positions=131072)
-        window = fields.nullable("sliding_window", 4096)
+        common = common_hf(fields, generation, max_positions=131072, kv_heads=8)
+        window = fields.nullable(fields.integer, "sliding_window", 4096)
         return ModelConfig(
             **common,
             attention_bias=False,

@@ -2,7 +2,8 @@
 
 A tensor ``X`` is stored as ``X_blocks``, uint8 ``[..., out, in / 32, 16]``, two E2M1 numbers a byte
 with the first in the low half, and ``X_scales``, uint8 ``[..., out, in / 32]``: exponents of two,
-biased by 127 (OCP Microscaling Formats 1.0). Every such number is a bfloat16, exactly.
+biased by 127 (OCP Microscaling Formats 1.0). Every such number is a bfloat16, exactly, but for those
+beyond its range, from 2^128 on.
 """
 
 import functools
@@ -19,6 +20,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])  # the sign is the highest bit
 _NOT_A_NUMBER = 255
+_ALWAYS_FINITE = 252  # scales up to this one: 6 * 2^(252 - 127) is below 2^128
 _ROWS = 64  # transposed at a time: what fits the processor's cache
 
 
@@ -80,9 +82,12 @@ class Mxfp4Checkpoint(Mapping[str, np.ndarray]):
                 f"{SCALES} {scales.dtype.name} {list(scales.shape)}; expected uint8 "
                 "[E, out, in / 32, 16] and [E, out, in / 32]"
             )
-        if (scales == _NOT_A_NUMBER).any():
-            raise UserError(f"tensor {halves[1]} has scales that are no numbers; it is damaged")
-        return dequantize(blocks, scales)
+        tensor = dequantize(blocks, scales)
+        large = (scales > _ALWAYS_FINITE).any(axis=(1, 2))  # of experts; none, in a sound file
+        finite = np.isfinite(tensor[large].astype(np.float32)).all()
+        if not finite or (scales == _NOT_A_NUMBER).any():
+            raise UserError(f"tensor {name} has numbers that are not finite; it is damaged")
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         # A lone half shows under the pair's name; reading it says what is missing.

@@ -18,6 +18,7 @@ class Qwen2(Llama):
     MODEL_TYPES = ("qwen2",)
     ARCHITECTURES = ("Qwen2ForCausalLM",)
     GGUF_ARCHITECTURES = ("qwen2",)
+    FITS_FLOAT16 = False  # published checkpoints are known to overflow
 
     checkpoint = Transformer.checkpoint  # llama.cpp leaves the rows of q and k as they are
 
@@ -39,8 +40,9 @@ def qwen_from_hf(
     ``max_window_layers`` on have the window.
     """
     fields.serve_only("hidden_act", None, "silu")
-    common = common_hf(fields, generation, max_positions=32768, head_dim=head_dim)
-    window, first = fields.nullable("sliding_window", 4096), fields.integer("max_window_layers", 28)
+    common = common_hf(fields, generation, max_positions=32768, kv_heads=32, head_dim=head_dim)
+    window = fields.nullable(fields.integer, "sliding_window", 4096)
+    first = fields.integer("max_window_layers", 28)
     if not fields.flag("use_sliding_window"):
         window = None
     kinds = [

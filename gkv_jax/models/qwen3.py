@@ -23,6 +23,7 @@ class Qwen3(Llama):
     MODEL_TYPES = ("qwen3",)
     ARCHITECTURES = ("Qwen3ForCausalLM",)
     GGUF_ARCHITECTURES = ("qwen3",)
+    FITS_FLOAT16 = False  # as Qwen2's, until measured
 
     checkpoint = Transformer.checkpoint  # llama.cpp leaves the rows of q and k as they are
 

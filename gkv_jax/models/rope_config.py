@@ -25,12 +25,29 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def __post_init__(self) -> None:
+        _above_zero(self, "factor", "low_freq_factor", "original_max_position_embeddings")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise UserError(
+                f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor "
+                f"({self.high_freq_factor})"
+            )
+
+    def share_kept(self, inv_freq: np.ndarray) -> np.ndarray:
+        """1 where a frequency is kept, 0 where it is divided: long wavelengths are, short ones not."""
+        turns = self.original_max_position_embeddings * inv_freq / (2 * math.pi)
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return np.clip(share, 0.0, 1.0)
+
 
 @dataclass(frozen=True)
 class LinearScaling:
     """RoPE position interpolation: every frequency is divided by ``factor``."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "factor")
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,16 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _above_zero(
+            self,
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+        )
 
 
 def yarn_attention_factor(
@@ -79,6 +106,8 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 1.0 < self.theta < math.inf:
+            raise UserError(f"rope_theta must be above 1, not {self.theta}")
         if not 0.0 < self.partial_rotary_factor <= 1.0:
             raise UserError(
                 f"partial_rotary_factor must be above 0 and at most 1, "
@@ -96,39 +125,36 @@ class RopeConfig:
         ``max_position_embeddings`` is what YaRN falls back on, as in transformers.
         Raises UserError, naming the field, for a scaling or an option that is not served.
         """
-        # transformers 5 keeps everything in rope_parameters; 4 has base and scaling apart.
-        new, old = config.get("rope_parameters"), config.get("rope_scaling")
-        field = f"{config.where}{'rope_parameters' if new else 'rope_scaling'}"
         return cls.from_options(
-            new or old or {},
-            field,
+            rope_options(config),
             max_position_embeddings,
             theta=config.number("rope_theta", 10000.0),
             partial_rotary_factor=config.number("partial_rotary_factor", 1.0),
-            original=config.get("original_max_position_embeddings"),
+            original=config.integer("original_max_position_embeddings", None),
         )
 
     @classmethod
     def from_options(
         cls,
-        options: Mapping[str, Any],
-        field: str,
+        options: Fields,
         max_position_embeddings: int,
         *,
         theta: float = 10000.0,
         partial_rotary_factor: float = 1.0,
         original: int | None = None,
     ) -> "RopeConfig":
-        """Read ``rope_parameters`` or ``rope_scaling``, which ``field`` names in errors.
+        """Read ``rope_parameters`` or ``rope_scaling``, all of whose options must be served.
 
         The keyword arguments are what stands beside them: base and share go after what ``options``
         say, ``original`` (positions before scaling) before.
         """
-        rest = dict(options)
-        theta = _first(rest.pop("rope_theta", None), theta)
-        partial = _first(rest.pop("partial_rotary_factor", None), partial_rotary_factor)
-        scaling = _scaling_from_hf(rest, field, original, max_position_embeddings)
-        return cls(float(theta), scaling, float(partial))
+        config = cls(
+            options.number("rope_theta", theta),
+            _scaling_from_hf(options, original, max_position_embeddings),
+            options.number("partial_rotary_factor", partial_rotary_factor),
+        )
+        options.finish()
+        return config
 
     @classmethod
     def from_gguf(
@@ -174,15 +200,11 @@ def llama3_scaling(factors: np.ndarray, theta: float) -> Llama3Scaling:
     high_freq_factor 4 and 8192 original positions, so only the factor is unknown, and the divisors
     tell whether that holds. Raises UserError when it does not.
     """
-    scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
-    pairs = factors.shape[0]
-    wavelengths = 2 * math.pi * theta ** (np.arange(pairs, dtype=np.float64) / pairs)
-    turns = scaling.original_max_position_embeddings / wavelengths
-    smooth = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / scaling.factor + smooth)
+    factors = factors.reshape(-1)
+    pairs = max(factors.size, 1)
+    scaling = Llama3Scaling(float(max(factors.max(initial=1.0), 1.0)), 1.0, 4.0, 8192)
+    kept = scaling.share_kept(theta ** -(np.arange(factors.size, dtype=np.float64) / pairs))
+    expected = 1.0 / ((1.0 - kept) / scaling.factor + kept)
     if not np.allclose(factors, expected, rtol=1e-4, atol=0.0):
         raise UserError(
             "GGUF: rope_freqs.weight is not the scaling of Llama 3; "
@@ -191,84 +213,55 @@ def llama3_scaling(factors: np.ndarray, theta: float) -> Llama3Scaling:
     return scaling
 
 
-# Options that a scaling must have, and those that it may have.
-_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
-    "yarn": (
-        ("factor",),
-        (
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-            "finetuned",  # of the first YaRN models: whether they were trained with it
-        ),
-    ),
-}
+def rope_options(config: Fields, default: Mapping[str, Any] | None = None) -> Fields:
+    """``rope_parameters`` (transformers 5) or ``rope_scaling`` (4), or else ``default``.
+
+    Raises UserError where the file has both and they differ.
+    """
+    names = ("rope_parameters", "rope_scaling")
+    found = {name: options for name in names if (options := config.mapping(name, {}))}
+    if len(found) == 2 and found[names[0]] != found[names[1]]:
+        raise UserError(
+            f"{config.where}{names[0]} and {names[1]} differ; remove the one that is not meant"
+        )
+    name, options = next(iter(found.items()), (names[0], default or {}))
+    return Fields(options, f"{config.where}{name}.")
 
 
 def _scaling_from_hf(
-    options: dict[str, Any], field: str, original: int | None, max_position_embeddings: int
+    options: Fields, original: int | None, max_position_embeddings: int
 ) -> Llama3Scaling | LinearScaling | YarnScaling | None:
-    kind = options.pop("rope_type", None)
-    kind = options.pop("type", None) or kind or "default"  # the older spelling beside the newer
-    if kind not in _OPTIONS:
-        raise UserError(f"{field} of type {kind!r} is not served; known: {', '.join(_OPTIONS)}")
-    required, optional = _OPTIONS[kind]
-    if original is not None and kind in ("llama3", "yarn"):  # outside of the options, it goes first
-        options["original_max_position_embeddings"] = original
-    missing = [name for name in required if name not in options]
-    if missing:
-        raise UserError(f"{field} of type {kind!r} lacks {', '.join(missing)}")
-    unknown = sorted(
-        name
-        for name, value in options.items()
-        if name not in required + optional and value is not None
-    )
-    if unknown:
-        raise UserError(
-            f"{field} of type {kind!r} has options that are not served: {', '.join(unknown)}"
-        )
+    for key in ("type", "rope_type"):
+        options.serve_only(key, None, "default", "linear", "llama3", "yarn")
+    kind = options.get("type", options.get("rope_type", "default"))  # the older spelling goes first
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearScaling(float(options["factor"]))
-    if kind == "yarn":
-        return _yarn_from_hf(options, max_position_embeddings)
-    return Llama3Scaling(
-        float(options["factor"]),
-        float(options["low_freq_factor"]),
-        float(options["high_freq_factor"]),
-        int(options["original_max_position_embeddings"]),
-    )
-
-
-def _yarn_from_hf(options: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling:
-    original = int(_first(options.get("original_max_position_embeddings"), max_position_embeddings))
-    factor = float(_first(options["factor"], max_position_embeddings / original))
-    attention_factor = options.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = yarn_attention_factor(
-            factor, options.get("mscale"), options.get("mscale_all_dim")
-        )
+        return LinearScaling(options.number("factor"))
+    key = "original_max_position_embeddings"
+    if original is None:
+        original = options.integer(key, max_position_embeddings if kind == "yarn" else REQUIRED)
+    else:
+        options.inert(key)
+    if kind == "llama3":
+        low, high = (options.number(f"{end}_freq_factor") for end in ("low", "high"))
+        return Llama3Scaling(options.number("factor"), low, high, original)
+    options.inert("finetuned")  # of the first YaRN models: whether they were trained with it
+    factor = options.nullable(options.number, "factor", REQUIRED)
+    factor = max_position_embeddings / max(original, 1) if factor is None else factor
+    mscales = [options.number(name, None) for name in ("mscale", "mscale_all_dim")]
+    attention_factor = options.number("attention_factor", None)
     return YarnScaling(
         factor,
         original,
-        float(attention_factor),
-        float(options.get("beta_fast") or 32.0),
-        float(options.get("beta_slow") or 1.0),
-        bool(options.get("truncate", True)),
+        yarn_attention_factor(factor, *mscales) if attention_factor is None else attention_factor,
+        options.number("beta_fast", 32.0),
+        options.number("beta_slow", 1.0),
+        options.flag("truncate", True),
     )
 
 
-def _first(*values: Any) -> Any:
-    """The first value that is not None; the last is the default."""
-    return next(value for value in values if value is not None)
+def _above_zero(values: Any, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(values, name) < math.inf:
+            raise UserError(f"{name} of the rotary scaling must be above 0")

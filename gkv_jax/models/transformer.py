@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from gkv_jax.models.config import GGUFHeader, ModelConfig
 from gkv_jax.models.fields import Fields
+from gkv_jax.models.layers import linears
 from gkv_jax.models.parameters import Naming, Parameter
 from gkv_jax.models.protocol import Attend, AttentionLayer, Params
 from gkv_jax.rope import Rope
@@ -33,7 +34,7 @@ class Transformer(abc.ABC):
     MODEL_TYPES: ClassVar[tuple[str, ...]]
     """Values of ``model_type`` in config.json."""
     ARCHITECTURES: ClassVar[tuple[str, ...]]
-    """Names of classes of transformers."""
+    """The class in transformers of each of ``MODEL_TYPES``."""
     GGUF_ARCHITECTURES: ClassVar[tuple[str, ...]] = ()
     """Values of ``general.architecture`` in GGUF files."""
     FITS_FLOAT16: ClassVar[bool] = True
@@ -113,6 +114,12 @@ class Transformer(abc.ABC):
         rope = Rope(self.config.rope, self.config.head_dim)
         windows = self.config.windows or (None,) * self.num_layers
         return tuple(AttentionLayer(rope, window) for window in windows)
+
+    def qkv(self, layer: Params, x: jax.Array) -> Sequence[jax.Array]:
+        """Queries ``[B,N,Hq,D]``, keys and values ``[B,N,Hk,D]`` of normalised ``x [B,N,Dm]``."""
+        widths = [heads * self.head_dim for heads in (self.num_heads, *[self.num_kv_heads] * 2)]
+        projected = linears(layer, "qkv", ("q", "k", "v"), x, widths)
+        return [y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected]
 
     def head(self, params: Params) -> Head:
         """The LM head ``[V,Dm]``."""

@@ -1,4 +1,4 @@
-"""``python -m gkv_jax.weights.convert NAME OUT``: a model in its own layout, which loads much faster."""
+"""``python -m gkv_jax.weights.convert NAME OUT``: a model as it is computed with, kept by Orbax."""
 
 import sys
 from pathlib import Path
@@ -46,21 +46,25 @@ def convert_model(
 ) -> int:
     """Load a model and write it to ``out``; returns the bytes of its parameters.
 
-    Raises UserError for what ``load_model`` and ``orbax.save`` refuse, and for a ``quantize`` other
-    than "int8" and None.
+    Raises UserError for what ``load_model`` and ``orbax.save`` refuse, for a ``quantize`` other than
+    "int8" and None, and for an ``out`` that ``load_model`` would take for a model of the registry.
     """
     import jax
 
     from gkv_jax.weights import orbax
+    from gkv_jax.weights.entries import model_names
+    from gkv_jax.weights.parameters import quantize_in_turn
     from gkv_jax.weights.registry import load_model
 
     if quantize not in (None, "int8"):
         raise UserError(f"quantize is {quantize!r}; choose int8, or leave it out")
+    if str(out) in model_names():
+        raise UserError(f"{out} is the name of a model of the registry; choose another folder")
     orbax.import_orbax()  # before minutes of loading
     loaded = load_model(name, dtype)
     params = loaded.params
     if quantize == "int8" and not orbax.is_quantized(params):
-        params = jax.jit(loaded.model.quantize)(params)
+        params = quantize_in_turn(loaded.model, params)
     orbax.save(
         out, loaded.model, params, loaded.tokenizer, published=loaded.published, overwrite=overwrite
     )

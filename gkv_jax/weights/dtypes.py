@@ -11,15 +11,14 @@ from pallas_kernels.dispatch import compute_capability
 _log = logging.getLogger(__name__)
 
 
-def default_dtype(family: type[Transformer]) -> str:
-    """What suits models of ``family`` on JAX's first device: bfloat16, which they are trained in,
-    where the device multiplies it.
+def default_dtype(family: type[Transformer], device: jax.Device) -> str:
+    """What suits models of ``family`` on ``device``: bfloat16, which they are trained in, where the
+    device multiplies it.
 
     CPUs do not: float32. Nor do NVIDIA GPUs before Ampere (compute capability 8.0; a T4 has 7.5): XLA
     would copy every matrix to float32 in every product, which moves ten bytes a weight instead of two.
     They multiply float16, so it is that, or float32 where the activations of the family overflow it.
     """
-    device = jax.devices()[0]
     if device.platform == "cpu":
         return "float32"
     capability = compute_capability(device)

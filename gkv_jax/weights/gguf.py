@@ -15,6 +15,7 @@ import numpy as np
 from gkv_jax.errors import UserError
 from gkv_jax.models import families
 from gkv_jax.models.config import GGUFHeader
+from gkv_jax.models.fields import Fields
 from gkv_jax.models.transformer import Transformer
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -57,6 +58,7 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
                 f"{path} is truncated or damaged ({' '.join(str(error).split())}); "
                 "download the file again"
             ) from error
+        _check_kind(Fields(metadata, f"{path}: "))
         return cls(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
     @cached_property
@@ -87,6 +89,20 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _check_kind(fields: Fields) -> None:
+    """Raise UserError, naming the key, unless the file is a model, and the whole of it."""
+    if (parts := fields.integer("split.count", 1)) > 1:
+        raise UserError(
+            f"{fields.where}split.count={parts}: a file of several is not read; join them with "
+            "llama.cpp's llama-gguf-split --merge, or load the model from its Hugging Face folder"
+        )
+    if (kind := fields.text("general.type", "model")) != "model":
+        raise UserError(
+            f"{fields.where}general.type={kind!r} is no model but something to put beside one; "
+            "give the model's own file"
+        )
 
 
 def _in_blocks(data: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -14,11 +14,17 @@ _SPACE = "▁"
 
 
 def sentencepiece_bpe(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], unknown: str
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    types: Sequence[int],
+    unknown: str,
+    *,
+    space_first: bool,
 ) -> Any:
     """A ``tokenizers.Tokenizer`` of these pieces, without added tokens.
 
-    It puts no space before a text. Characters that are no piece become bytes, the pieces ``<0x..>``,
+    ``space_first`` puts a space before a text and after each added token in it, as Llama 2's does;
+    decoding takes the first one away. Characters that are no piece become bytes, the pieces ``<0x..>``,
     or ``unknown`` where the vocabulary lacks these.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
@@ -29,10 +35,13 @@ def sentencepiece_bpe(
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    spaces: Any = normalizers.Replace(" ", _SPACE)
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_first:
+        spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
 
 

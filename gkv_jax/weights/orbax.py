@@ -1,8 +1,8 @@
 """Models kept with Orbax: in the model's own layout and dtype, restored straight onto their devices.
 
-A folder is complete or refused::
+A folder is complete or refused (its files are compared by size; their bytes are not looked at)::
 
-    gkv_jax.json                    written last: format, dtype, quantisation, leaves, sizes of files
+    gkv_jax.json                    format, dtype, quantisation, leaves, sizes of files
     config.json, ... or gguf.json   what the publisher wrote (``gkv_jax.weights.published``)
     tokenizer.json, ...
     params/                         an Orbax checkpoint: a dict from the leaves' names to arrays
@@ -10,17 +10,13 @@ A folder is complete or refused::
 Needs ``orbax-checkpoint``, which is imported where it is used.
 """
 
-import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +24,8 @@ import jax.numpy as jnp
 from gkv_jax.errors import UserError
 from gkv_jax.models.transformer import Transformer
 from gkv_jax.weights import published as publishing
-from gkv_jax.weights.parameters import Params, check_dtype, tree_of
+from gkv_jax.weights.folders import locked, replacing
+from gkv_jax.weights.parameters import Params, check_dtype, listed, tree_of
 from gkv_jax.weights.placement import Placement, place_of
 from gkv_jax.weights.published import Published
 from gkv_jax.weights.registry import LoadedModel
@@ -40,6 +37,15 @@ PARAMS = "params"
 _FORMAT = 1
 _IN_FLIGHT_BYTES = 128 << 20
 """What Orbax may hold beside the arrays while it reads."""
+
+
+class Manifest(NamedTuple):
+    """``gkv_jax.json``: the leaves' shapes and dtypes by their paths, the files' sizes by theirs."""
+
+    dtype: str
+    int8: bool
+    leaves: dict[str, tuple[tuple[int, ...], str]]
+    files: dict[str, int]
 
 
 def save(
@@ -54,13 +60,13 @@ def save(
     """Write a model so that :func:`load`, ``load_model`` and ``Engine.from_pretrained`` read it.
 
     ``params`` may be those of ``model.quantize``. The folder appears when all of it is there; after a
-    failure there is nothing.
+    failure it is as it was. Of two that write it at once, one waits.
 
     Args:
-      folder: a new one, or an empty one.
+      folder: a new one, or an empty one, or a link to where it shall be.
       tokenizer: a ``transformers`` tokenizer.
       published: the publisher's own files (``LoadedModel.published``); by default a config.json
-        is written from ``model.config``.
+        is written from ``model.config``, where ``gkv_jax.weights.published.of_model`` can.
       overwrite: replace a folder that holds such a model.
 
     Raises:
@@ -77,26 +83,23 @@ def save(
     )
     dtype = str(params["embed"].dtype)
     check_dtype(dtype)
-    with _new_folder(Path(folder).expanduser().absolute(), overwrite) as scratch:
-        for name, text in (published or publishing.of_model(model)).items():
-            (scratch / name).write_text(text, encoding="utf-8")
-        if publishing.read(scratch) != model:
-            raise UserError("published: it describes another model than `model`")
-        save_tokenizer(tokenizer, scratch)
-        with _checkpointer(ocp) as checkpointer:
-            checkpointer.save(scratch / PARAMS, args=ocp.args.PyTreeSave(leaves))
-        manifest = {
-            "format": _FORMAT,
-            "dtype": dtype,
-            "quantization": "int8" if int8 else None,
-            "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()},
-            "files": {
-                path.relative_to(scratch).as_posix(): path.stat().st_size
-                for path in sorted(scratch.rglob("*"))
-                if path.is_file()
-            },
-        }
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    folder = Path(folder).expanduser().resolve()
+    _check_free(folder, overwrite)  # before anything is created
+    with locked(folder):
+        _check_free(folder, overwrite)
+        try:
+            with replacing(folder) as scratch:
+                for name, text in (published or publishing.of_model(model)).items():
+                    (scratch / name).write_text(text, encoding="utf-8")
+                if publishing.read(scratch) != model:
+                    raise UserError("published: it describes another model than `model`")
+                save_tokenizer(tokenizer, scratch)
+                with _checkpointer(ocp) as checkpointer:
+                    checkpointer.save(scratch / PARAMS, args=ocp.args.PyTreeSave(leaves))
+                _write_manifest(scratch, dtype, int8, leaves)
+                _check_free(folder, overwrite)  # others need not know of the lock
+        except OSError as error:
+            raise UserError(f"cannot write {folder} ({error.strerror or error})") from error
 
 
 def load(
@@ -111,8 +114,9 @@ def load(
         (``gkv_jax.weights.placement``); None for JAX's default device.
 
     Raises:
-      UserError: the folder holds no such model, is half-written, damaged, or of a later version; its
-        leaves are not those of its configuration; a value does not fit float16.
+      UserError: the folder holds no such model, is of a later version, or incomplete: a file is
+        missing, unreadable or of another size (changed bytes within one go unnoticed); its leaves are
+        not those of its configuration; a value does not fit float16.
     """
     from gkv_jax.weights.huggingface import read_tokenizer
 
@@ -122,10 +126,8 @@ def load(
     manifest = _read_manifest(folder)
     ocp = import_orbax()
     model = publishing.read(folder)
-    stored = {name: (tuple(shape), kind) for name, (shape, kind) in manifest["leaves"].items()}
-    int8 = manifest["quantization"] == "int8"
-    tree = _abstract(model, int8, dtype or manifest["dtype"])
-    wanted = named_leaves(tree)
+    tree = _abstract(model, manifest.int8, dtype or manifest.dtype)
+    wanted, stored = named_leaves(tree), manifest.leaves
     compare_shapes(
         named_shapes(tree),
         {name: shape for name, (shape, _) in stored.items()},
@@ -140,9 +142,16 @@ def load(
         for name, leaf in wanted.items()
     }
     largest = max(jnp.dtype(kind).itemsize * math.prod(shape) for shape, kind in stored.values())
-    args = ocp.args.PyTreeRestore(
-        targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets)
-    )
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(
+            # A dtype, even the stored one, costs a turn of another thread.
+            dtype=None if target.dtype == stored[name][1] else target.dtype,
+            sharding=target.sharding,
+            global_shape=target.shape,
+        )
+        for name, target in targets.items()
+    }
+    args = ocp.args.PyTreeRestore(targets, restore_args=restore_args)
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(read_tokenizer, folder)  # takes as long as a small model's arrays
         try:
@@ -155,14 +164,16 @@ def load(
             ) from error
         tokenizer = reading.result()
     if dtype == "float16":
-        _check_finite(leaves, {name: kind for name, (_, kind) in stored.items()})
+        _check_finite(leaves, stored)
     params = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
     return LoadedModel(model, params, tokenizer, publishing.of_folder(folder))
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is one that :func:`save` wrote, or began to write."""
-    return (folder / MANIFEST).is_file() or (folder / PARAMS).is_dir()
+    """Whether the folder is one that :func:`save` wrote, or what a copy has of one so far."""
+    if (folder / MANIFEST).is_file():
+        return True
+    return (folder / PARAMS).is_dir() and not any(folder.glob("*.safetensors"))
 
 
 def read_model(folder: Path) -> Transformer:
@@ -235,82 +246,85 @@ def compare_shapes(
         ],
     }
     if any(faults.values()):
-        texts = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]
+        texts = [f"{kind}: {listed(names)}" for kind, names in faults.items() if names]
         raise UserError(f"{what}; {'; '.join(texts)}")
 
 
-def _listed(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _check_finite(leaves: Mapping[str, jax.Array], stored: Mapping[str, str]) -> None:
+def _check_finite(leaves: Mapping[str, jax.Array], stored: Mapping[str, tuple[Any, str]]) -> None:
     for name, leaf in leaves.items():
-        narrowed = leaf.dtype == jnp.float16 and stored[name] != "float16"
+        narrowed = leaf.dtype == jnp.float16 and stored[name][1] != "float16"
         if narrowed and not bool(jnp.isfinite(leaf).all()):
             raise UserError(f"leaf {name} does not fit float16; use dtype bfloat16 or float32")
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _write_manifest(folder: Path, dtype: str, int8: bool, leaves: Mapping[str, Any]) -> None:
+    manifest = {
+        "format": _FORMAT,
+        "dtype": dtype,
+        "quantization": "int8" if int8 else None,
+        "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()},
+        "files": {
+            path.relative_to(folder).as_posix(): path.stat().st_size
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        },
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete folder."""
     from gkv_jax.weights.huggingface import read_json
 
-    if not (folder / MANIFEST).is_file():
+    path = folder / MANIFEST
+    if not path.is_file():
         if (folder / PARAMS).is_dir():
             raise UserError(
-                f"{folder} is half-written (it has no {MANIFEST}, which is written last); "
-                "delete it and convert the model again"
+                f"{folder} is incomplete: it has {PARAMS}/, but no {MANIFEST}; copy all of it, or "
+                "convert the model again"
             )
         raise UserError(
             f"{folder} has no {MANIFEST}; make such a folder with "
             "python -m gkv_jax.weights.convert NAME FOLDER"
         )
-    manifest = read_json(folder / MANIFEST)
-    if manifest.get("format") != _FORMAT:
+    content = read_json(path)
+    if content.get("format") != _FORMAT:
         raise UserError(
-            f"{folder / MANIFEST}: format {manifest.get('format')!r} is not served (served: "
-            f"{_FORMAT}); convert the model again with this version of gkv_jax"
+            f"{path}: format {content.get('format')!r} is not served (served: {_FORMAT}); convert "
+            "the model again with this version of gkv_jax"
         )
+    try:
+        manifest = Manifest(
+            content["dtype"],
+            {"int8": True, None: False}[content["quantization"]],
+            {
+                name: (tuple(map(index, shape)), jnp.dtype(kind).name)
+                for name, (shape, kind) in content["leaves"].items()
+            },
+            {name: index(size) for name, size in content["files"].items()},
+        )
+        check_dtype(manifest.dtype)
+    except (AttributeError, LookupError, TypeError, ValueError, UserError) as error:
+        raise UserError(
+            f"{path} is damaged ({type(error).__name__}: {error}); copy or convert the model again"
+        ) from error
     wrong = [
         name
-        for name, size in manifest["files"].items()
+        for name, size in manifest.files.items()
         if not (folder / name).is_file() or (folder / name).stat().st_size != size
     ]
     if wrong:
         raise UserError(
-            f"{folder} is incomplete or damaged: {_listed(wrong)} missing or of another size; "
+            f"{folder} is incomplete or damaged: {listed(wrong)} missing or of another size; "
             "copy or convert it again"
         )
     return manifest
 
 
-@contextmanager
-def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A scratch folder that becomes ``folder`` when all went well, and vanishes otherwise."""
-    from filelock import FileLock
-
-    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if occupied and not overwrite:
+def _check_free(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
         raise UserError(f"{folder} is there already; choose another folder, or overwrite it")
-    if occupied and not (folder / MANIFEST).is_file():
+    if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} has no {MANIFEST}; what else it holds is not overwritten")
-    # Not beside the folder, where it would be left behind.
-    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"gkv_jax-{digest}.lock")
-    prefix = f".{folder.name}-partial-"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock:
-            for stale in folder.parent.glob(f"{prefix}*"):
-                shutil.rmtree(stale)  # of a save that was killed: the lock is ours
-            scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix))
-            try:
-                yield scratch
-                scratch.chmod(0o755)  # mkdtemp's is for its owner only
-                if folder.exists():
-                    shutil.rmtree(folder)
-                os.replace(scratch, folder)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot write {folder} ({error.strerror or error})") from error

@@ -1,6 +1,6 @@
 """Parameter trees from checkpoints, and back: one leaf at a time, by the model's own table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -38,6 +38,13 @@ def tree_of(model: Transformer, make: Callable[[Parameter], Any]) -> Params:
     return tree
 
 
+def listed(names: Collection[str], limit: int = 12) -> str:
+    """The first of them in order, for a message, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more
+
+
 def check_dtype(dtype: str) -> None:
     """Raises UserError for a dtype that weights cannot take."""
     if dtype not in DTYPES:
@@ -47,17 +54,23 @@ def check_dtype(dtype: str) -> None:
 def placer(dtype: str, placement: Placement = None) -> Place:
     """A function that converts one host array to ``dtype`` and puts it where ``placement`` says.
 
-    On the host it takes the memory of the result, which on CPUs becomes the array itself. It raises
+    On the host it takes the memory of the result, which on CPUs becomes the array itself, and is
+    dropped elsewhere once the copy is there: one is on its way while the next is converted. It raises
     UserError, naming the tensor, when a finite value overflows float16.
     """
     check_dtype(dtype)
     target = jax.numpy.dtype(dtype)
+    on_its_way: list[jax.Array] = []
 
     def place(leaf: Parameter, name: str, array: np.ndarray) -> jax.Array:
         converted = _converted(array, target)
         if dtype == "float16" and not np.isfinite(converted).all():
             raise UserError(f"tensor {name} does not fit float16; use dtype bfloat16 or float32")
-        return jax.device_put(converted, place_of(placement, leaf.path, array.shape))
+        while on_its_way:
+            on_its_way.pop().block_until_ready()
+        placed = jax.device_put(converted, place_of(placement, leaf.path, array.shape))
+        on_its_way.append(placed)
+        return placed
 
     return place
 
@@ -118,6 +131,23 @@ def fill_params(
         return tree_of(model, read)
 
 
+def quantize_in_turn(model: Transformer, params: Params) -> Params:
+    """``model.quantize(params)``, one layer after the other, each of whose floats goes before the next.
+
+    Beside ``params``, which it empties, it takes the memory of one layer. Layers of a model have the
+    same leaves.
+    """
+    layers = params.pop("layers")
+    one = jax.jit(
+        lambda rest, layer: model.quantize({**rest, "layers": [layer]})["layers"][0],
+    )
+    for index in range(len(layers)):
+        layers[index] = jax.block_until_ready(one(params, layers[index]))
+    rest = jax.jit(lambda rest: model.quantize({**rest, "layers": []}))(params)
+    params.clear()
+    return {**rest, "layers": layers}
+
+
 def to_hf_state_dict(model: Transformer, params: Params) -> dict[str, np.ndarray]:
     """The inverse of :func:`fill_params`: host arrays under the names of transformers' class.
 
@@ -140,9 +170,9 @@ def _compare_names(model: Transformer, wanted: set[str], found: set[str], naming
     missing = wanted - found
     faults = []
     if missing:
-        faults.append(f"missing: {_listed(missing)}")
+        faults.append(f"missing: {listed(missing)}")
     if extra:
-        faults.append(f"unexpected: {_listed(extra)}")
+        faults.append(f"unexpected: {listed(extra)}")
     if faults:
         hint = "; the configuration may belong to another checkpoint"
         raise UserError("the tensors do not fit the configuration; " + "; ".join(faults) + hint)
@@ -162,12 +192,6 @@ def _refuse_shapes(
         f"the tensors have other shapes than the configuration says: {'; '.join(faults)}; "
         "the configuration may belong to another checkpoint"
     )
-
-
-def _listed(names: set[str], limit: int = 12) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more
 
 
 def _check_tied_head(embed: np.ndarray, tensors: Mapping[str, np.ndarray], naming: Naming) -> None:

@@ -25,12 +25,15 @@ def by_name(mesh: Mesh, specs: Mapping[str, Iterable[Any]]) -> Rule:
     """A rule for several devices: the first pattern (``fnmatch``) that fits a leaf's name decides.
 
     ``specs`` maps patterns to partitions, e.g. ``{"layers.*.[qkv]": P(None, "model")}``. What no
-    pattern fits is on every device. Raises UserError for an axis that the mesh does not have; the rule
-    raises it for a leaf that its partition does not divide.
+    pattern fits is on every device. Raises UserError for an axis that the mesh does not have, or that a
+    partition has twice; the rule raises it for a leaf that its partition does not divide.
     """
     known = set(mesh.axis_names)
     for pattern, spec in specs.items():
-        unknown = sorted({str(axis) for axis in _axes(spec)} - known)
+        axes = _axes(spec)
+        if len(set(axes)) < len(axes):
+            raise UserError(f"{pattern}: the partition has an axis of the mesh twice: {axes}")
+        unknown = sorted({str(axis) for axis in axes} - known)
         if unknown:
             raise UserError(
                 f"{pattern}: the mesh has no axis {', '.join(unknown)}; "
@@ -41,9 +44,12 @@ def by_name(mesh: Mesh, specs: Mapping[str, Iterable[Any]]) -> Rule:
         for pattern, spec in specs.items():
             if fnmatch.fnmatchcase(name, pattern):
                 parts = [math.prod(mesh.shape[axis] for axis in _axes([each])) for each in spec]
-                if len(parts) > len(shape) or any(
-                    size % part for size, part in zip(shape, parts, strict=False)
-                ):
+                if len(parts) > len(shape):
+                    raise UserError(
+                        f"{pattern}: {name} {list(shape)} has fewer dimensions than the partition, "
+                        f"which has {len(parts)}"
+                    )
+                if any(size % part for size, part in zip(shape, parts, strict=False)):
                     raise UserError(
                         f"{pattern}: {name} {list(shape)} does not divide into {parts} parts"
                     )
@@ -60,6 +66,13 @@ def place_of(placement: Placement, name: str, shape: tuple[int, ...]) -> Shardin
     if isinstance(placement, Sharding):
         return placement
     return SingleDeviceSharding(placement or _default_device())
+
+
+def device_of(sharding: Sharding) -> jax.Device:
+    """One of a sharding's devices: they are of one kind."""
+    devices: set[Any] = sharding.device_set
+    first: jax.Device = min(devices, key=lambda device: device.id)
+    return first
 
 
 def _default_device() -> jax.Device:

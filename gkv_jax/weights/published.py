@@ -54,10 +54,10 @@ def of_model(model: Transformer) -> Published:
     Raises UserError when reading it does not give the same model again.
     """
     config = model.config
-    kind = config.architecture
+    kind = config.architecture if config.architecture in model.MODEL_TYPES else model.MODEL_TYPES[0]
     values: dict[str, Any] = {
-        "architectures": [model.ARCHITECTURES[0]],
-        "model_type": kind if kind in model.MODEL_TYPES else model.MODEL_TYPES[0],
+        "architectures": [model.ARCHITECTURES[model.MODEL_TYPES.index(kind)]],
+        "model_type": kind,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,

@@ -4,6 +4,7 @@ Whatever takes a model by name takes ``tiny-random``: it loads offline in millis
 compile in seconds. Greedy texts are printable ASCII and do not end by themselves.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,21 +24,31 @@ _SPREAD = 2.0
 """Standard deviation of the logits."""
 
 
-def byte_tokenizer() -> Any:
-    """A transformers tokenizer: token b is byte b, then ``STOP`` and ``ROLES``."""
+def byte_tokenizer(
+    roles: Sequence[str] = ROLES,
+    reply: str = "<assistant>",
+    characters: Sequence[str] | None = None,
+) -> Any:
+    """A transformers tokenizer: token b is byte b, then ``STOP`` and the roles.
+
+    Args:
+      roles: special tokens that may begin a message.
+      reply: the one that begins the model's.
+      characters: what byte-level BPE writes for the bytes, in another order of the tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {character: byte for byte, character in enumerate(_characters_of_bytes())}
+    vocab = {each: token for token, each in enumerate(characters or _characters_of_bytes())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([STOP, *ROLES])
+    tokenizer.add_special_tokens([STOP, *roles])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=STOP,
-        extra_special_tokens=list(ROLES),
-        chat_template=_CHAT_TEMPLATE,
+        extra_special_tokens=list(roles),
+        chat_template=_CHAT_TEMPLATE.replace("<assistant>", reply),
     )
 
 

@@ -12,7 +12,7 @@ from gkv_jax.models.transformer import Transformer
 from gkv_jax.weights.dtypes import default_dtype
 from gkv_jax.weights.entries import RandomSource, find_model, model_names
 from gkv_jax.weights.parameters import Params, Place, check_dtype, fill_params, placer
-from gkv_jax.weights.placement import Placement
+from gkv_jax.weights.placement import Placement, device_of, place_of
 
 Placing = Callable[[Transformer], Place]
 """How the weights of a model are placed, once it is known which."""
@@ -41,24 +41,24 @@ def load_model(
     name_or_path: str | Path,
     dtype: str | None = "bfloat16",
     *,
-    device: Placement = None,
+    placement: Placement = None,
 ) -> LoadedModel:
     """Load a model by one of
 
     - a name of the registry (``smollm2-135m-instruct``), fetched first if it is not on disk;
     - a folder with ``config.json`` and safetensors;
-    - a folder that ``python -m gkv_jax.weights.convert`` made, which loads much faster;
+    - a folder that ``python -m gkv_jax.weights.convert`` made;
     - a ``.gguf`` file;
     - an id on the Hugging Face hub (``organisation/name``).
 
     Floating-point weights of any stored type become ``dtype``: float32, bfloat16 or float16, or with
-    None what suits the model on JAX's first device (``gkv_jax.weights.dtypes.default_dtype``).
-    Tensors are read, converted and placed one at a time, on ``device``: a device, a sharding, or a
-    rule for each leaf (``gkv_jax.weights.placement``); by default JAX's default device. Raises
+    None what suits the model on its device (``gkv_jax.weights.dtypes.default_dtype``). Tensors are
+    read, converted and placed one at a time, where ``placement`` says: a device, a sharding, or a rule
+    for each leaf (``gkv_jax.weights.placement``); by default JAX's default device. Raises
     UserError when there is no such model, when it is damaged, when its architecture is not served,
     or when its tokenizer belongs to another.
     """
-    loaded = _load(name_or_path, dtype, device)
+    loaded = _load(name_or_path, dtype, placement)
     _check_tokenizer(loaded)
     return loaded
 
@@ -67,8 +67,13 @@ def _load(name_or_path: str | Path, dtype: str | None, placement: Placement) -> 
     if dtype is not None:
         check_dtype(dtype)  # before anything is fetched
 
+    def chosen(model: Transformer) -> str:
+        leaf = next(model.parameters())
+        device = device_of(place_of(placement, leaf.path, leaf.tree_shape))
+        return dtype or default_dtype(type(model), device)
+
     def place(model: Transformer) -> Place:
-        return placer(dtype or default_dtype(type(model)), placement)
+        return placer(chosen(model), placement)
 
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name in model_names():
@@ -77,8 +82,7 @@ def _load(name_or_path: str | Path, dtype: str | None, placement: Placement) -> 
         from gkv_jax.weights import orbax
 
         if orbax.is_checkpoint(path):
-            family = type(orbax.read_model(path))
-            return orbax.load(path, dtype or default_dtype(family), placement=placement)
+            return orbax.load(path, chosen(orbax.read_model(path)), placement=placement)
         return _load_folder(path, place)
     if path.suffix == ".gguf":
         return _load_gguf(path, place, tokenizer_folder=None)

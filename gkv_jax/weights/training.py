@@ -8,8 +8,8 @@
             if step % 100 == 0:
                 checkpoints.save(step, params, opt_state)
 
-A step is there completely or not at all: what was interrupted is thrown away at the next start. To
-serve what was trained, write it with ``gkv_jax.weights.orbax.save``.
+A step is there completely or not at all: what was interrupted is thrown away when the next run saves
+its first. To serve what was trained, write it with ``gkv_jax.weights.orbax.save``.
 """
 
 from pathlib import Path
@@ -32,7 +32,8 @@ class Resumed(NamedTuple):
 class TrainingCheckpoints:
     """The steps kept in one folder: Orbax's CheckpointManager, saving in the background.
 
-    Pytrees of any kind: int8 matrices, states of optax. One process writes into a folder.
+    Pytrees of any kind: int8 matrices, states of optax. One may write into a folder, from its first
+    ``save`` to ``close``; others may restore meanwhile what was there when they began.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
@@ -40,19 +41,10 @@ class TrainingCheckpoints:
         if keep < 1:
             raise UserError(f"keep must be at least 1, not {keep}")
         self._ocp = import_orbax()
-        self.folder = Path(folder).expanduser().absolute()
-        options = self._ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=True,
-            cleanup_tmp_directories=True,
-            enable_async_checkpointing=True,
-        )
-        try:
-            self._manager = self._ocp.CheckpointManager(
-                self.folder, options=options, item_handlers=self._ocp.StandardCheckpointHandler()
-            )
-        except OSError as error:
-            raise UserError(f"cannot write to {self.folder} ({error.strerror})") from error
+        self.folder = Path(folder).expanduser().resolve()
+        self._keep = keep
+        self._lock: Any = None
+        self._manager = self._open(writes=False)
 
     @property
     def steps(self) -> list[int]:
@@ -62,8 +54,11 @@ class TrainingCheckpoints:
     def save(self, step: int, params: Any, opt_state: Any = None) -> None:
         """Save a step. Returns when the arrays may be donated, before they are on disk.
 
-        Raises UserError for a step that is there. A failure to write raises at the next call.
+        Raises UserError for a step that is there, or if another run writes into the folder. A failure
+        to write raises at the next call.
         """
+        if self._lock is None:
+            self._begin_to_write()
         if step in self._manager.all_steps():
             raise UserError(f"step {step} is in {self.folder} already")
         state = {"params": params, "opt_state": opt_state}
@@ -104,8 +99,40 @@ class TrainingCheckpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and end the background thread."""
+        """Wait, end the background thread, and let others write."""
         self._manager.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _open(self, *, writes: bool) -> Any:
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=True,
+            cleanup_tmp_directories=writes,  # they may be those of a run that is going on
+            enable_async_checkpointing=True,
+        )
+        try:
+            return self._ocp.CheckpointManager(
+                self.folder, options=options, item_handlers=self._ocp.StandardCheckpointHandler()
+            )
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder} ({error.strerror})") from error
+
+    def _begin_to_write(self) -> None:
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"another run saves into {self.folder}; choose another folder"
+            ) from error
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder} ({error.strerror})") from error
+        self._lock = lock
+        self._manager.close()
+        self._manager = self._open(writes=True)
 
     def __enter__(self) -> "TrainingCheckpoints":
         return self

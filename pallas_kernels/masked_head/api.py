@@ -49,9 +49,11 @@ def masked_head(
     Args:
       hidden: final hidden states `[B,N,Dm]`: float32, bfloat16 or float16.
       head: `[V,Dm]` of the same dtype; the embedding, where it is tied. Or an `Int8Matrix` or
-        `SoftCapped` of that shape and dtype, which XLA multiplies. Or `GivenLogits`: `hidden` are the
-        logits `[B,N,V]`, and `masked_sample` samples them all.
-      bitmask, enabled, positions, rows, implementation: as in `pallas_kernels.masked_sample`.
+        `SoftCapped` of that shape and dtype. Or `GivenLogits`: `hidden` are the logits `[B,N,V]`, and
+        `masked_sample` samples them all.
+      bitmask, enabled, positions, rows: as in `pallas_kernels.masked_sample`.
+      implementation: as there, and of `masked_sample`, too. The kernels read plain heads only: XLA
+        multiplies the other forms, whichever known implementation is named.
 
     Raises:
       ValueError: an operand has a wrong dtype or shape, `implementation` is no known name, or the
@@ -89,7 +91,7 @@ def sample_active(
     Arguments and errors are those of `masked_head`.
     """
     _check(hidden, head, bitmask, enabled, positions, rows)
-    if isinstance(head, GivenLogits):
+    if isinstance(head, GivenLogits):  # one below a SoftCapped is sampled in tiles
         unfiltered = rows.without_filters
         logits = project(hidden, head)
         tokens = masked_sample(
@@ -103,7 +105,8 @@ def sample_active(
 
 
 def _choose(hidden: jax.Array, head: Head, implementation: Implementation | None) -> ModuleType:
-    if isinstance(head, Int8Matrix | SoftCapped | GivenLogits):  # the kernels read floating heads
+    dispatch.check_name(implementation)  # before another is put in its place
+    if isinstance(head, Int8Matrix | SoftCapped | GivenLogits):  # the kernels read plain heads
         implementation = "xla"
     return dispatch.choose(
         "masked_head",

@@ -54,6 +54,7 @@ def _writes_of_logits(program: Program, num_logits: int) -> list[str | None]:
     ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -155,6 +156,7 @@ def test_drafts_are_masked_in_place(generation: Generation):
     assert compiled.memory_analysis().alias_size_in_bytes >= 4 * operands[0].size
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (8, 1), (8, 5), (3, 9)], ids=str)
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_kernel_takes_the_logits_as_the_head_lays_them_out(generation: Generation, rows):

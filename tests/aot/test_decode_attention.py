@@ -100,6 +100,7 @@ def all_outputs(queries, k, v, slot_pos, positions, sinks):
     )  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("capacity", "per_head"),
     [
@@ -121,6 +122,7 @@ def test_all_options_together_compile(generation: Generation, capacity, per_head
     assert [name for name in copies if not name.startswith("copy-start")] == []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
 )
@@ -149,6 +151,7 @@ CACHES = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("n", [1, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: "-".join(map(str, cache[:4])))
 @pytest.mark.parametrize("generation", GENERATIONS)

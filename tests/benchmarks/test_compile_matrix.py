@@ -87,6 +87,7 @@ def test_quick_cases_are_one_of_each_implementation() -> None:
     assert set(kinds) == {(each.kernel, each.implementation, each.target) for each in everything}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "each",
     list(all_cases(targets=["H100", "v5e"], kernels=KERNELS, quick=True)),

@@ -48,6 +48,16 @@ SPECS = {
     "int8": CacheSpec(sinks=2, window=24, max_drafts=3, dtype="int8"),
     "fp8": CacheSpec(sinks=2, window=24, max_drafts=3, dtype="float8_e4m3fn"),
 }
+OTHERS = {"full", "snapkv", "keydiff", "expected_attention", "tova", "bfloat16", "h2o", "fp8"}
+"""Two loops are compiled for each spec; these are like others, or tested without an engine."""
+
+
+def specs(*names: str) -> list[Any]:
+    """Parameters of a test: the names, of which ``OTHERS`` belong to the full size."""
+    marks = {name: [pytest.mark.full] if name in OTHERS else [] for name in names}
+    return [pytest.param(name, marks=marks[name], id=name) for name in names]
+
+
 WORK: list[tuple[str, Guide | None, Sampling]] = [
     ("Short", None, Sampling(max_tokens=40)),
     (LONG, Guide.regex(r"[a-z]{3,12}( [a-z]{3,12}){2}\."), Sampling(max_tokens=40)),
@@ -108,7 +118,7 @@ def partly_right(outputs: list[Any]) -> list[ScriptedDrafts]:
     return drafts
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", specs(*SPECS))
 def test_drafts_change_nothing(name: str) -> None:
     plain = undrafted(name)
     scripted = partly_right(plain)
@@ -126,7 +136,7 @@ def test_drafts_change_nothing(name: str) -> None:
         assert drafts[4]["lookup"]["accepted"] > 0
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv, then h2o", "quest", "int8"])
+@pytest.mark.parametrize("name", specs("h2o", "snapkv, then h2o", "quest", "fp8"))
 def test_the_host_driver_changes_nothing(name: str) -> None:
     plain = undrafted(name)
     with make(cache=SPECS[name], loop="host") as engine:
@@ -151,15 +161,22 @@ def test_a_draft_model_beside_a_cache_that_evicts_by_score() -> None:
     assert tallies[1]["accepted"] > 0
 
 
-def test_every_policy_serves_a_text_beyond_its_cache() -> None:
-    for name in POLICIES:
-        with make(cache=CacheSpec(policy=name, sinks=2, kept=8, window=16)) as engine:
-            (result,) = engine.generate(LONG, sampling=Sampling(max_tokens=20), report=True)
-            assert result.error is None
-            assert len(result.tokens) == 20
-            layer = result.report.layers[0]
-            assert layer.kept == (8, 8)
-            assert layer.live == (25, 25)  # the next query brings its own
+IN_CI = ("keydiff", "expected_attention")
+"""The policies of which ``test_drafts_change_nothing`` has no spec there."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.full) for name in POLICIES],
+)
+def test_a_policy_serves_a_text_beyond_its_cache(name: str) -> None:
+    with make(cache=CacheSpec(policy=name, sinks=2, kept=8, window=16)) as engine:
+        (result,) = engine.generate(LONG, sampling=Sampling(max_tokens=20), report=True)
+        assert result.error is None
+        assert len(result.tokens) == 20
+        layer = result.report.layers[0]
+        assert layer.kept == (8, 8)
+        assert layer.live == (25, 25)  # the next query brings its own
 
 
 # Reports ------------------------------------------------------------------------------------------

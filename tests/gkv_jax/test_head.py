@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gkv_jax import CacheSpec, Engine, Guide, Result, Sampling, ScriptedDrafts, UserError
 from gkv_jax.cache import init_cache
 from gkv_jax.models.llama import Llama
-from gkv_jax.prefill import prefill_chunk
+from gkv_jax.prefill import chunk_hidden
 from gkv_jax.step import _top_k_by_passes
 from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
@@ -103,7 +103,7 @@ def expected_logprobs(prompt: str, tokens: tuple[int, ...]) -> np.ndarray:
     padded = np.zeros(64, np.int32)
     padded[: len(text)] = text
     row, start, length = np.int32(0), np.int32(0), np.int32(len(text))
-    hidden, _ = prefill_chunk(PARAMS, cache, padded, row, start, length, model=MODEL, spec=SPEC)
+    hidden, _ = chunk_hidden(PARAMS, cache, padded, row, start, length, model=MODEL, spec=SPEC)
     first = len(text) - len(tokens) - 1
     logits = np.asarray(MODEL.logits(PARAMS, hidden)[first : len(text) - 1], np.float64)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

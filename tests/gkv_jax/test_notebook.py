@@ -16,13 +16,24 @@ from gkv_jax import UserError, notebook
         ({}, ("dev/nvidia0",), ("gpu", "/dev/nvidia0")),
         ({"COLAB_GPU": "1"}, (), ("gpu", "COLAB_GPU=1")),
         ({}, ("dev/accel0",), ("tpu", "/dev/accel0")),
-        ({}, ("dev/vfio/[0-9]*",), ("tpu", "/dev/vfio")),
         ({"TPU_WORKER_ID": "0"}, (), ("tpu", "TPU_WORKER_ID=0")),
         ({"TPU_ACCELERATOR_TYPE": "v5litepod-1"}, (), ("tpu", "TPU_ACCELERATOR_TYPE=v5litepod-1")),
     ],
 )
 def test_signs_of_an_accelerator(environ, paths, expected) -> None:
     assert notebook.unused_accelerator(environ, lambda pattern: pattern in paths) == expected
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_device_handed_through_is_a_tpu_where_jax_could_use_one(monkeypatch, installed) -> None:
+    def version(distribution: str) -> str:
+        if distribution == "libtpu" and installed:
+            return "0.0.21.1"
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = notebook.unused_accelerator({}, lambda pattern: pattern == "dev/vfio/[0-9]*")
+    assert found == (("tpu", "/dev/vfio") if installed else None)
 
 
 def test_says_where_jax_computes(capsys) -> None:

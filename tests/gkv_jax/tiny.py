@@ -7,6 +7,7 @@ import numpy as np
 
 from gkv_jax.models.config import ModelConfig
 from gkv_jax.models.rope_config import RopeConfig
+from gkv_jax.weights import random_model
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -72,25 +73,11 @@ STOP = 256
 
 
 def byte_tokenizer() -> Any:
-    """A transformers tokenizer with one token per byte, and ``<stop>``, ``<user>``, ``<model>``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """That of ``tiny-random`` with ``<user>`` and ``<model>``, its tokens in their characters' order."""
+    from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<stop>", "<user>", "<model>"]
-    tokenizer.add_special_tokens(special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<stop>",
-        extra_special_tokens=special[1:],
-        chat_template=(
-            "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
-            "{% if add_generation_prompt %}<model>{% endif %}"
-        ),
-    )
+    return random_model.byte_tokenizer(("<user>", "<model>"), "<model>", alphabet)
 
 
 def text_config(**changes: Any) -> ModelConfig:

@@ -242,6 +242,7 @@ class Loop:
         self.used, self.options = [], []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("force", [False, True], ids=["verify", "force"])
 @pytest.mark.parametrize("name", CASES)
 @settings(deadline=None, max_examples=15)

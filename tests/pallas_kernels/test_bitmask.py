@@ -77,12 +77,14 @@ class TestEveryImplementation:
         options = {} if name == "xla" else {"xla_backend_optimization_level": 0}
         return jax.jit(RUNNABLE[name], compiler_options=options)
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("vocab_size", [1, 32, 33, 1000, 4097, 17000])
     @every_dtype
     def test_any_vocabulary_size(self, apply, dtype, vocab_size):
         operands = random_operands((9,), vocab_size, dtype)
         assert_same_bits(apply(*operands), reference(*operands))
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("rows", [(), (1,), (17,), (3, 1), (2, 5), (2, 1, 9)], ids=str)
     @every_implementation
     def test_any_leading_dimensions(self, apply, rows):
@@ -259,6 +261,7 @@ class TestMosaicTpu:
         assert_same_bits(mask(*operands), reference(*operands))
         assert "RACE" not in capsys.readouterr().out
 
+    @pytest.mark.thinned(2)
     @pytest.mark.parametrize(("rows", "vocab_size"), [((9,), 17000), ((2, 5), 4097), ((2, 9), 100)])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
     def test_blocks_that_stick_out(self, rows, vocab_size, dtype):
@@ -391,6 +394,7 @@ class TestPartsOfTheVocabulary:
         d2t = self.random_d2t(rng, num_logits, vocab_size) if drafts else None
         return logits, bitmask, enabled, d2t
 
+    @pytest.mark.thinned(4)
     @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
     @pytest.mark.parametrize("num_shards", [1, 2, 4])
     @pytest.mark.parametrize(("vocab_size", "shard"), SIZES)

@@ -210,6 +210,7 @@ SHAPES = {
 
 
 class TestEveryImplementation:
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("shape", SHAPES)
     @every_implementation
     def test_matches_the_oracle(self, name, shape):
@@ -223,6 +224,7 @@ class TestEveryImplementation:
         assert (attended.lse, attended.slot_sums) == (None, None)
         assert_matches(attended, case)
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize(
         ("dtype", "cache_dtype"),
         [

@@ -230,6 +230,7 @@ class TestEveryImplementation:
         tokens, _ = runnable(name)(*operands.args)
         np.testing.assert_array_equal(tokens, np.full((3, 2), 100))
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize(
         ("name", "vocab_size", "queries", "features", "dtype"),
         [
@@ -514,8 +515,7 @@ class TestSoftCapped:
 
     def test_tokens_and_rows_read(self):
         """Noise is put to the capped logits, and tiles are skipped as ever."""
-        # XLA, whichever kernel the caller prefers.
-        run = jax.jit(functools.partial(sample_active, implementation="triton"))
+        run = jax.jit(sample_active)
         changes = []
         for allowed in (some(5, 600, VOCAB_SIZE - 1), most(0.002), most()):
             operands = Operands.make(allowed)
@@ -598,6 +598,35 @@ class TestGivenLogits:
         operands = Operands.make(np.zeros((2, 3, 100), bool))
         with pytest.raises(ValueError, match=r"^head: must be float32 \[V,100\]"):
             masked_head(operands.logits, head, *operands.args[2:])
+
+
+class TestImplementationOfOtherHeads:
+    """XLA multiplies them, whichever known implementation is named."""
+
+    HEADS = {  # noqa: RUF012
+        "int8": lambda head: quantize(jnp.asarray(head)),
+        "capped": lambda head: SoftCapped(jnp.asarray(head), CAP),
+        "given": lambda head: GivenLogits(len(head)),
+        "capped given": lambda head: SoftCapped(GivenLogits(len(head)), CAP),
+    }
+
+    @pytest.mark.parametrize("sample", [masked_head, sample_active])
+    @pytest.mark.parametrize("form", HEADS)
+    def test_by_name(self, form, sample):
+        operands = Operands.make(np.ones((1, 1, 16), bool))
+        hidden, head, *rest = operands.args
+        head = self.HEADS[form](head)
+        with pytest.raises(ValueError, match=r"^implementation: must be one of .*'nonsense'"):
+            sample(hidden, head, *rest, implementation="nonsense")
+        jax.eval_shape(functools.partial(sample, implementation="xla"), hidden, head, *rest)
+
+    def test_another_kernel_is_replaced(self):
+        operands = Operands.make(np.ones((1, 1, 16), bool))
+        hidden, head, *rest = operands.args
+        for form in ("int8", "capped", "capped given"):
+            run = functools.partial(sample_active, implementation="triton")
+            program = jax.make_jaxpr(run)(hidden, self.HEADS[form](head), *rest)
+            assert not [*pallas_calls(program.jaxpr)]
 
 
 class TestApi:

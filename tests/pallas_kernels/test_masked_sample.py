@@ -176,6 +176,7 @@ def assert_plausible(tokens, logits, bitmask, enabled, positions, rows):
 
 
 class TestEveryImplementation:
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize(
         "shape", [(1, 1, 1), (3, 5, 33), (9, 1, 1000), (1, 5, 4097), (3, 1, 17000)], ids=str
     )
@@ -190,6 +191,7 @@ class TestEveryImplementation:
             assert_plausible(tokens, *mixed)
             np.testing.assert_array_equal(tokens, sample("xla", *mixed))
 
+    @pytest.mark.thinned(2)
     @every_dtype
     def test_any_dtype(self, name, dtype):
         shape = (3, 5, 33)

@@ -63,6 +63,7 @@ def kept_positions(cache: Cache, layer: int, row: int, spec: CacheSpec) -> list[
     return np.sort(heads, axis=1).tolist()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_one_token_at_a_time_equals_the_list(name: str) -> None:
     spec, oracle = SPECS[name], EvictingList(CONFIG, PARAMS, SPECS[name])
@@ -75,6 +76,7 @@ def test_one_token_at_a_time_equals_the_list(name: str) -> None:
         assert kept_positions(cache, layer, 1, spec) == kept
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("length", [1, 11, 24, 41])
 def test_a_prompt_in_chunks_equals_decoding_it(name: str, length: int) -> None:

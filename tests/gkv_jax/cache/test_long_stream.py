@@ -41,7 +41,7 @@ def read_chunks(cache: Cache, first: jax.Array, chunks: int) -> Cache:
     """Read so many chunks of the stream into the only row, from position ``first`` on."""
 
     def one(cache: Cache, start: jax.Array) -> tuple[Cache, None]:
-        _, cache = prefill_chunk(
+        cache = prefill_chunk(
             PARAMS,
             cache,
             tokens_at(start + jnp.arange(CHUNK)),

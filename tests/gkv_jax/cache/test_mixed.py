@@ -14,14 +14,13 @@ from gkv_jax.errors import UserError
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import AttentionLayer, Decoder
 from gkv_jax.models.rope_config import RopeConfig
-from gkv_jax.prefill import prefill_chunk, read_prompt
+from gkv_jax.prefill import chunk_hidden, read_prompt
 from gkv_jax.rope import Rope, inverse_frequencies
 from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache.evicting import EvictingList
 from tests.gkv_jax.cache.test_streaming import close, inputs_for
-from tests.gkv_jax.models.mixed import WINDOW, gemma3, gpt_oss
-from tests.gkv_jax.models.test_mixed_full import TEXT as LONG_TEXT
-from tests.gkv_jax.models.test_mixed_full import dense_logits
+from tests.gkv_jax.models.mixed import TEXT as LONG_TEXT
+from tests.gkv_jax.models.mixed import WINDOW, dense_logits, gemma3, gpt_oss
 from tests.gkv_jax.oracle import Entry, ListCache
 from tests.gkv_jax.tiny import random_params, tiny_config
 
@@ -164,6 +163,7 @@ def test_one_token_at_a_time_equals_the_list(name: str) -> None:
         close(logits, expected[at])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_equals_the_list(name: str, length: int) -> None:
@@ -309,7 +309,7 @@ def read_in_chunks(decoder: Decoder, params: Any, spec: CacheSpec, size: int) ->
     """Logits ``[T,V]`` of ``LONG_TEXT``, read into row 1 of two."""
     cache, logits = init_cache(spec, decoder, 2, jnp.float32), []
     for start in range(0, len(LONG_TEXT), size):
-        hidden, cache = prefill_chunk(
+        hidden, cache = chunk_hidden(
             params,
             cache,
             np.array(LONG_TEXT[start : start + size], np.int32),

@@ -41,7 +41,7 @@ from gkv_jax.cache import Cache, CacheSpec, Evidence, Policy, init_cache, reset_
 from gkv_jax.cache.prompt import select
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Attend, Params
-from gkv_jax.prefill import prefill_chunk, prefill_whole, read_prompt
+from gkv_jax.prefill import chunk_hidden, prefill_whole, read_prompt
 from gkv_jax.rope import inverse_frequencies
 from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.cache import test_evict, test_streaming
@@ -73,7 +73,7 @@ def read_chunk(
     """Logits of a chunk of at most ``padded`` tokens in row 1 of two."""
     chunk = np.zeros(padded, np.int32)
     chunk[: len(tokens)] = tokens
-    hidden, cache = prefill_chunk(
+    hidden, cache = chunk_hidden(
         params,
         cache,
         chunk,
@@ -264,6 +264,7 @@ def run_row(
     return np.concatenate(out)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["window", *CHOOSING])
 @some(3)
 @given(seed=seeds)
@@ -331,6 +332,7 @@ def full_logits() -> np.ndarray:
     return test_streaming.oracle_logits(TEXT, CacheSpec.full(64))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SELECTING)
 def test_places_for_the_whole_prompt_equal_a_full_cache(name: str) -> None:
     spec = SELECTING["snapkv"]
@@ -342,6 +344,7 @@ def test_places_for_the_whole_prompt_equal_a_full_cache(name: str) -> None:
         close(logits[1, 0], full_logits()[length])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SELECTING)
 @some(4)
 @given(seed=seeds)
@@ -513,9 +516,8 @@ def test_shapes_do_not_depend_on_the_text(spec: CacheSpec) -> None:
     def chunked(cache: Cache) -> Cache:
         scalar = jnp.int32(1)
         tokens = jnp.zeros(7, jnp.int32)
-        return prefill_chunk(PARAMS, cache, tokens, scalar, scalar, scalar, model=MODEL, spec=spec)[
-            1
-        ]
+        at = scalar, scalar, scalar
+        return chunk_hidden(PARAMS, cache, tokens, *at, model=MODEL, spec=spec)[1]
 
     for after in (stepped, chunked):
         assert jax.eval_shape(after, cache) == cache
@@ -532,4 +534,4 @@ def test_one_program_serves_all_positions(compiles: list[str]) -> None:
         _, cache = read_chunk(cache, TEXT[: 1 + first], at)
         rows = inputs_for([None, (TEXT[:2], at + 1 + first)], SPEC)
         _, cache = test_streaming.step(cache, rows, spec=SPEC)
-    assert not {"step", "prefill_chunk"} & set(compiles)
+    assert not {"step", "chunk_hidden"} & set(compiles)

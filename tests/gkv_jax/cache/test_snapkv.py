@@ -83,7 +83,7 @@ def test_a_budget_for_the_whole_prompt_equals_the_full_cache(positions: str) -> 
     full = CacheSpec(policy="full", sinks=0, window=64, max_drafts=1)
     prompt, rest = TEXT[:30], TEXT[30:35]  # within the window, so that nothing is evicted after
     tokens = np.asarray(prompt, np.int32)
-    _, reference = prefill_chunk(
+    reference = prefill_chunk(
         PARAMS,
         init_cache(full, MODEL, 2, jnp.float32),
         tokens,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gkv_jax.cache import Cache, CacheSpec, init_cache, reset_row
 from gkv_jax.models.llama import Llama
-from gkv_jax.prefill import prefill_chunk
+from gkv_jax.prefill import chunk_hidden
 from gkv_jax.step import StepInputs, forward
 from tests.gkv_jax.oracle import ListCache
 from tests.gkv_jax.tiny import random_params, tiny_config
@@ -83,7 +83,7 @@ def test_prefill_does_not_depend_on_chunks(name: str, size: int) -> None:
         chunk = TEXT[start : start + size]
         padded = np.zeros(size + 2, np.int32)  # always some padding
         padded[: len(chunk)] = chunk
-        hidden, cache = prefill_chunk(
+        hidden, cache = chunk_hidden(
             PARAMS,
             cache,
             padded,

@@ -1,5 +1,6 @@
 """Small decoders as users of Flax write them, none of which knows of this library."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -37,11 +38,10 @@ def _weight(seed: int) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
         # Tables of unit variance, projections that keep it, scales and biases away from 1 and 0.
-        is_table = leaf.ndim == 1 or leaf.shape[0] > 2 * WIDTH
+        is_table = leaf.ndim < 2 or leaf.shape[0] > 2 * WIDTH
         size = 1.0 if is_table else (leaf.shape[0] if leaf.ndim == 2 else WIDTH) ** -0.5
-        return jnp.asarray(
-            random.normal(0.3 if leaf.ndim == 1 else 0, size, leaf.shape), leaf.dtype
-        )
+        mean = 0.3 if leaf.ndim < 2 else 0.0
+        return jnp.asarray(random.normal(mean, size, leaf.shape), leaf.dtype)
 
     return weight
 
@@ -63,10 +63,10 @@ class Block(nnx.Module):
 class Learned(nnx.Module):
     """GPT-2's way: a table of positions, tied head."""
 
-    def __init__(self, rngs: nnx.Rngs, **options: Any) -> None:
+    def __init__(self, rngs: nnx.Rngs, layers: int = 1, **options: Any) -> None:
         self.tokens = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.places = nnx.Embed(LONGEST, WIDTH, rngs=rngs)
-        self.blocks = List([Block(rngs, **options) for _ in range(2)])
+        self.blocks = List([Block(rngs, **options) for _ in range(layers)])
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.out = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
 
@@ -100,6 +100,12 @@ def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)
 
 
+def grouped(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Older versions of Flax's function want as many KV heads as query heads."""
+    k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
+    return nnx.dot_product_attention(q, k, v, mask=mask)
+
+
 class RotatedAttention(nnx.Module):
     """Attention of a user's own with the standard hook, two query heads to a KV head."""
 
@@ -108,7 +114,7 @@ class RotatedAttention(nnx.Module):
         self.k = nnx.LinearGeneral(WIDTH, (HEADS // 2, 8), rngs=rngs)
         self.v = nnx.LinearGeneral(WIDTH, (HEADS // 2, 8), rngs=rngs)
         self.out = nnx.LinearGeneral((HEADS, 8), WIDTH, axis=(-2, -1), rngs=rngs)
-        self.attention_fn = nnx.dot_product_attention
+        self.attention_fn = grouped
 
     def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
         q, k = (rotated(each(x), positions) for each in (self.q, self.k))
@@ -159,10 +165,52 @@ class Grouped(nnx.Module):
         return self.out(x)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    width: int = WIDTH
+
+
+class Mixed(nnx.Module):
+    """bfloat16 arithmetic of float32 weights, arrays that are no Variables, a mesh, keys unrotated.
+
+    With ``learned`` a table of positions besides.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, learned: bool = False) -> None:
+        self.shape = Shape()
+        self.tokens = nnx.Embed(VOCAB, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.places = nnx.Embed(LONGEST, WIDTH, dtype=jnp.bfloat16, rngs=rngs) if learned else None
+        self.qkv = nnx.LinearGeneral(WIDTH, (3, HEADS, 8), dtype=jnp.bfloat16, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+    def states(self, tokens: jax.Array, attend: Any) -> jax.Array:
+        x = self.tokens(tokens)
+        if self.places is not None:
+            x = x + self.places(attend.positions)
+        x = jax.lax.with_sharding_constraint(x, jax.P(None, "all"))
+        q, k, v = (self.qkv(x)[:, :, i] for i in range(3))
+        x = x + self.out(attend(0, q, k, v).reshape(x.shape))
+        gain, shift = (jnp.asarray(each, x.dtype)[None, None] for each in (self.gain, self.shift))
+        return x * gain + shift
+
+    def __call__(self, tokens: jax.Array, attend: Any) -> jax.Array:
+        states = self.states(tokens, attend)
+        logits = self.head(states).astype(jnp.float32)
+        return 3.0 * jnp.tanh(logits / 3.0)
+
+
+def made_mixed(**options: Any) -> Mixed:
+    model: Mixed = made(Mixed, **options)
+    model.gain = jnp.linspace(0.5, 1.5, WIDTH)
+    model.shift = np.linspace(-0.5, 0.5, WIDTH)  # float64
+    return model
+
+
 class Linen(linen.Module):
     """As ``Learned``, in linen, with dropout."""
 
-    layers: int = 2
+    layers: int = 1
     dropout: float = 0.1
     decode: bool = False
     remat: bool = False

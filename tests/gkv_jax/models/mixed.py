@@ -4,16 +4,24 @@ Gemma 3 has five local layers to one global, each kind with its own rotary base;
 full layers in turn, learned sinks, YaRN and a mixture of experts.
 """
 
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from gkv_jax.models import families
-from gkv_jax.models.protocol import Decoder, Params
+from gkv_jax.models.protocol import Attend, Decoder, Params
+from gkv_jax.rope import rotate
 from gkv_jax.weights.parameters import fill_params, placer
 
 WINDOW = 8
 """Positions that a query of a local layer sees, itself included."""
 VOCAB = 290
 """Wide enough for ``tests.gkv_jax.tiny.byte_tokenizer``."""
+TEXT = np.random.default_rng(0).integers(0, 256, 40).tolist()
+"""Several windows of tokens."""
 _WIDTH = 32
 _HEADS, _KV_HEADS = 4, 2
 
@@ -91,3 +99,44 @@ def _random_pair(kind: Any, config: Any, seed: int) -> tuple[Decoder, Params, An
     state = {name: value.numpy() for name, value in theirs.state_dict().items()}
     model = families.from_hf(config.to_dict())
     return model, fill_params(model, state, "huggingface", placer("float32")), theirs
+
+
+def dense_attend(decoder: Decoder, tokens: int) -> Attend:
+    """Attention over a whole text of ``tokens``, each layer with its rope and its window."""
+    at = np.arange(tokens)
+    distance = at[:, None] - at[None, :]
+
+    def attend(
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        assert soft_cap is None  # neither model has one
+        rope, window = decoder.layers[layer].rope, decoder.layers[layer].window
+        angles = rope.angles(jnp.asarray(at, jnp.int32)[None, :, None])
+        group = q.shape[2] // k.shape[2]
+        q, k = rotate(q, rope.for_queries(angles)), rotate(k, angles)
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        visible = (distance >= 0) & (distance < (window or tokens))
+        scores = jnp.where(visible[None, None], scores, -jnp.inf)
+        if sinks is not None:  # one more key, without a value
+            sink = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+            scores = jnp.concatenate([scores, sink], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :tokens]
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def dense_logits(params: Any, *, decoder: Decoder) -> jax.Array:
+    """Logits ``[T,V]`` of ``TEXT``, without a cache."""
+    tokens = jnp.array([TEXT], jnp.int32)
+    hidden = decoder.hidden(params, tokens, dense_attend(decoder, len(TEXT)))
+    return decoder.logits(params, hidden[0])

@@ -3,9 +3,10 @@
 A family is one entry in ``CASES``; the tests below are the same for all.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +25,22 @@ from gkv_jax.evaluate.dense import reference_nll
 from gkv_jax.models import families
 from gkv_jax.models.protocol import Decoder
 from gkv_jax.models.transformer import Transformer
-from gkv_jax.prefill import prefill_chunk
+from gkv_jax.prefill import chunk_hidden
 from gkv_jax.step import StepInputs, forward
-from gkv_jax.weights.gguf import GGUFCheckpoint
+from gkv_jax.weights import load_model
 from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_model
 from gkv_jax.weights.parameters import fill_params, placer, to_hf_state_dict
 from pallas_kernels.int8_matmul import Int8Matrix
+from tests.gkv_jax.models.test_gemma import GEMMA2_2B, GEMMA3_1B, GEMMA3_4B
+from tests.gkv_jax.models.test_gpt_oss import PUBLISHED as GPT_OSS_20B
+from tests.gkv_jax.weights.conftest import JUNK, add_field, hf_config
+from tests.gkv_jax.weights.conftest import TINY as TINY_LLAMA
+from tests.gkv_jax.weights.test_config import LLAMA3
+from tests.gkv_jax.weights.test_gguf_tokenizer import LLAMA2, metadata, sentencepiece_metadata
 
 WINDOW = 8
 PROMPT = np.random.default_rng(0).integers(0, 256, 30).tolist()
+CHUNK = 10  # of the prompt; not a multiple of the window
 NEW = 20
 SPEC = CacheSpec.full(64)
 
@@ -70,6 +78,15 @@ class Case(NamedTuple):
 
 
 CASES = {
+    "llama": Case(
+        "LlamaConfig",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN | {"rope_theta": 500.0, "original_max_position_embeddings": 16},
+        },
+        (None, None),
+    ),
     "mistral": Case("MistralConfig", {}, (WINDOW, WINDOW)),
     "qwen2": Case(
         "Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1}, (None, WINDOW)
@@ -131,7 +148,10 @@ def random_model(config: Any) -> Any:
 
 
 def write(folder: Path, config: str, **options: Any) -> Any:
-    model = random_model(getattr(transformers, config)(**OPTIONS | options))
+    options = OPTIONS | options
+    if config == "LlamaConfig":
+        del options["sliding_window"]  # it would write it down, unused
+    model = random_model(getattr(transformers, config)(**options))
     model.save_pretrained(folder)
     return model
 
@@ -172,10 +192,13 @@ def step(
 
 def prompt_logits(model: Transformer, params: Any) -> tuple[np.ndarray, Cache]:
     cache = init_cache(SPEC, model, 1, jnp.float32)
-    at = (np.int32(0), np.int32(0), np.int32(len(PROMPT)))
-    tokens = np.asarray(PROMPT, np.int32)
-    hidden, cache = prefill_chunk(params, cache, tokens, *at, model=model, spec=SPEC)
-    return np.asarray(model.logits(params, hidden)), cache
+    logits = []
+    for start in range(0, len(PROMPT), CHUNK):
+        at = (np.int32(0), np.int32(start), np.int32(CHUNK))
+        tokens = np.asarray(PROMPT[start : start + CHUNK], np.int32)
+        hidden, cache = chunk_hidden(params, cache, tokens, *at, model=model, spec=SPEC)
+        logits.append(np.asarray(model.logits(params, hidden)))
+    return np.concatenate(logits), cache
 
 
 def greedy(model: Transformer, params: Any) -> tuple[list[int], np.ndarray]:
@@ -192,7 +215,7 @@ def greedy(model: Transformer, params: Any) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, pair: Callable[[str], Pair]) -> None:
-    """The prompt in one piece and then token by token, several times the model's own window."""
+    """The prompt in pieces and then token by token, several times the model's own window."""
     theirs, model, params = pair(name)
     assert tuple(layer.window for layer in model.layers) == CASES[name].windows
     tokens, logits = greedy(model, params)
@@ -261,7 +284,7 @@ def test_int8_with_biases_on_a_part_of_the_fused_weights(pair: Callable[[str], P
 # --- GGUF ---------------------------------------------------------------------------------------
 
 
-def write_gguf(path: Path, theirs: Any, architecture: str) -> None:
+def write_gguf(path: Path, theirs: Any, architecture: str, tokenizer: dict[str, Any]) -> None:
     """What llama.cpp's converter writes for these architectures; names are of the gguf package."""
     config, writer = theirs.config, gguf.GGUFWriter(path, architecture)
     arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
@@ -281,8 +304,8 @@ def write_gguf(path: Path, theirs: Any, architecture: str) -> None:
     if architecture == "llama":
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    writer.add_token_list([str(token) for token in range(config.vocab_size)])
-    writer.add_eos_token_id(256)
+    for key, value in tokenizer.items():
+        add_field(writer, key, value)
     for key, value in theirs.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -299,26 +322,35 @@ def write_gguf(path: Path, theirs: Any, architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "architecture"),
+    ("config", "options", "architecture", "pre"),
     [
-        ("LlamaConfig", {"attention_bias": True}, "llama"),
-        ("MistralConfig", {"sliding_window": None}, "llama"),
-        ("Qwen2Config", {"tie_word_embeddings": True}, "qwen2"),
-        ("Qwen3Config", {"head_dim": 16}, "qwen3"),
+        ("LlamaConfig", {"attention_bias": True}, "llama", None),  # Llama 2
+        ("LlamaConfig", {}, "llama", "llama-bpe"),  # Llama 3
+        ("MistralConfig", {"sliding_window": None}, "llama", None),
+        ("MistralConfig", {"sliding_window": None, "head_dim": 16}, "llama", "tekken"),  # Nemo
+        ("Qwen2Config", {"tie_word_embeddings": True}, "qwen2", "qwen2"),
+        ("Qwen3Config", {"head_dim": 16}, "qwen3", "qwen2"),
     ],
 )
 def test_gguf_files_hold_what_safetensors_do(
-    config: str, options: dict[str, Any], architecture: str, tmp_path: Path
+    config: str, options: dict[str, Any], architecture: str, pre: str | None, tmp_path: Path
 ) -> None:
-    if config == "LlamaConfig":
-        options = options | {"sliding_window": None}
-    theirs = write(tmp_path / "folder", config, **options)
-    write_gguf(tmp_path / "model.gguf", theirs, architecture)
+    """Whole files, tokenizers included, one for each that ``docs/models.md`` lists."""
+    theirs = write(tmp_path / "folder", config, vocab_size=300, **options)
+    tokenizer = sentencepiece_metadata(**LLAMA2) if pre is None else metadata(pre=pre)
+    tokenizer.pop("llama.context_length", None)
+    write_gguf(tmp_path / "model.gguf", theirs, architecture, tokenizer)
     model, params = load(tmp_path / "folder")
-    checkpoint = GGUFCheckpoint.open(tmp_path / "model.gguf")
-    stored = fill_params(checkpoint.model, checkpoint, "gguf", placer("float32"))
-    assert checkpoint.model.config == dataclasses.replace(model.config, architecture=architecture)
-    jax.tree.map(np.testing.assert_array_equal, stored, params)
+    loaded = load_model(tmp_path / "model.gguf", "float32")
+    ids = {"bos_token_id": 2, "eos_token_ids": (1,)} if pre is None else {
+        "bos_token_id": 256, "eos_token_ids": (257,)
+    }  # fmt: skip
+    expected = dataclasses.replace(model.config, architecture=architecture, **ids)
+    assert loaded.config == expected
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    encoded = loaded.tokenizer.encode("hello  12")
+    assert loaded.tokenizer.decode(encoded, skip_special_tokens=True) == "hello  12"
+    assert max(encoded) < loaded.config.vocab_size
 
 
 # --- config.json --------------------------------------------------------------------------------
@@ -398,11 +430,82 @@ MISTRAL_7B_0_1 = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+MISTRAL_NEMO = MISTRAL_7B_0_1 | {
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 1024000,
+    "num_hidden_layers": 40,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "transformers_version": "4.43.0.dev0",
+    "vocab_size": 131072,
+}
+LLAMA_3_2_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
 
 
 @pytest.mark.parametrize(
     ("published", "changes", "windows"),
     [
+        (LLAMA_3_2_1B, {}, ()),
+        (SMOLLM2_135M, {}, ()),
+        (MISTRAL_NEMO, {}, ()),
         (MISTRAL_7B_0_1, {}, (4096,) * 32),
         (MISTRAL_7B_0_1, {"sliding_window": None}, ()),
         (QWEN2_5_0_5B, {}, ()),
@@ -439,12 +542,31 @@ def test_published_configurations(
     assert {name for name in names if name.endswith("bias")} == biases
 
 
-def test_absent_fields_are_transformers_defaults() -> None:
+SIZES = {
+    "vocab_size": 290,
+    "hidden_size": 256,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 32,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_absent_fields_are_transformers_defaults(name: str) -> None:
+    theirs = getattr(transformers, CASES[name].config)(**SIZES, num_local_experts=8)
+    bare = SIZES | {"model_type": theirs.model_type}
+    bare |= {"num_local_experts": 8} if name == "gpt-oss" else {}
+    written = {k: v for k, v in theirs.to_dict().items() if name == "gpt-oss" or "expert" not in k}
+    assert families.from_hf(bare) == families.from_hf(written)
+    assert families.from_hf(bare | {"num_key_value_heads": None}).num_kv_heads == 32
+
+
+def test_null_is_not_absent() -> None:
     """null turns Mistral's window off; absent, it is 4096."""
     bare = {key: value for key, value in MISTRAL_7B_0_1.items() if key != "sliding_window"}
     assert families.from_hf(bare).config.windows == (4096,) * 32
-    bare = {key: value for key, value in QWEN3_0_6B.items() if key != "head_dim"}
-    assert families.from_hf(bare).head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -460,16 +582,65 @@ def test_absent_fields_are_transformers_defaults() -> None:
         ),
         (QWEN3_0_6B | {"layer_types": ["sliding_attention"] * 28}, "sliding_window is null"),
         (QWEN3_0_6B | {"attention_bias": "yes"}, "attention_bias must be true or false"),
-        (QWEN3_0_6B | {"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
+        (QWEN3_0_6B | {"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number"),
         (QWEN3_0_6B | {"hidden_size": 1024.0}, "hidden_size must be an integer, not 1024.0"),
         (QWEN3_0_6B | {"model_type": "qwen3_moe"}, "'qwen3_moe' is not served; known: llama, mist"),
-        (QWEN3_0_6B | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (
+            QWEN3_0_6B | {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config with quant_method='gptq' is not served; take the repository",
+        ),
+        (MISTRAL_7B_0_1 | {"sliding_window": 4096.5}, "sliding_window must be an integer, not 40"),
+        (MISTRAL_7B_0_1 | {"sliding_window": True}, "sliding_window must be an integer, not True"),
+        (
+            QWEN3_0_6B | {"architectures": ["Qwen2ForCausalLM"]},
+            r"for model_type 'qwen3' \(served: Qw",
+        ),
     ],
 )
 def test_what_is_not_served_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named) as caught:
         families.from_hf(config)
     assert "\n" not in str(caught.value)
+
+
+def paths(config: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where its values are, inner objects' too."""
+    for key, value in config.items():
+        yield (*at, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*at, key))
+
+
+def put(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return config | {first: put(config[first], tuple(rest), value) if rest else value}
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        hf_config(TINY_LLAMA, rope_scaling=LLAMA3),
+        MISTRAL_7B_0_1,
+        QWEN2_5_0_5B,
+        QWEN3_0_6B,
+        GEMMA2_2B,
+        GEMMA3_1B,
+        GEMMA3_4B,
+        GPT_OSS_20B,
+    ],
+    ids=["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3-images", "gpt-oss"],
+)
+def test_every_field_mistyped_is_an_error_or_harmless(published: dict[str, Any]) -> None:
+    optional = ("architectures", "layer_types", "rope_parameters", "rope_scaling", "sliding_window")
+    config = dict.fromkeys(optional) | published
+    families.from_hf(config)
+    for path in paths(config):
+        for value in JUNK:
+            with contextlib.suppress(UserError):
+                families.from_hf(put(config, path, value))
+    for value in JUNK:
+        with contextlib.suppress(UserError):
+            families.from_hf(config, {"eos_token_id": value})
 
 
 def test_a_wrong_shape_names_the_tensor_and_both_shapes(pair: Callable[[str], Pair]) -> None:

@@ -1,6 +1,6 @@
 """Gemma 2 and 3: published configurations, GGUF files, and the soft cap of the logits.
 
-That their logits equal transformers' is in ``test_families``, ``test_mixed_full`` and below.
+That their logits equal transformers' is in ``test_families``.
 """
 
 import dataclasses
@@ -167,6 +167,29 @@ def test_gemma_3_4b_is_served_without_its_images(caplog: pytest.LogCaptureFixtur
     assert config.eos_token_ids == (1, 106)
 
 
+def test_derivatives_of_gemma_2_9b() -> None:
+    """Which name the window twice."""
+    nine = GEMMA2_2B | {
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "sliding_window_size": 4096,
+    }
+    assert read(nine).windows == (4096, None) * 21
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"),
+    [(None, None, True), (False, None, False), (None, False, False), (False, True, False)],
+)
+def test_an_untied_gemma_3(outer: bool | None, inner: bool | None, tied: bool) -> None:
+    text = GEMMA3_4B["text_config"] | {"tie_word_embeddings": inner}  # type: ignore[operator]
+    config = read(GEMMA3_4B | {"tie_word_embeddings": outer, "text_config": text})
+    assert config.tie_word_embeddings is tied
+
+
 def test_what_a_file_leaves_out() -> None:
     """A null cap is no cap; an absent one is the default."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -187,11 +210,18 @@ def test_what_a_file_leaves_out() -> None:
         ({**GEMMA3_1B, "sliding_window": None}, "sliding_window is null"),
         ({**GEMMA3_1B, "sliding_window": "512"}, "sliding_window must be an integer"),
         ({**GEMMA3_1B, "sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1"),
-        ({**GEMMA3_1B, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters has rope_theta"),
+        (
+            {**GEMMA3_1B, "rope_parameters": {"rope_theta": 1e6}},
+            r"rope_parameters\.rope_theta=1000000\.0: not served",
+        ),
         ({**GEMMA3_1B, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
         ({**GEMMA2_2B, "final_logit_softcapping": -30.0}, "final_cap must be above 0"),
         ({**GEMMA2_2B, "layer_types": ["sliding_attention"]}, "layer_types are 1"),
         ({**GEMMA3_4B, "text_config": None}, "text_config is missing"),
+        ({**GEMMA2_2B, "sliding_window_size": 512}, "sliding_window_size=512"),
+        ({**GEMMA2_2B, "architectures": ["Gemma3ForCausalLM"]}, "for model_type 'gemma2'"),
+        ({**GEMMA3_4B, "text_config": {"model_type": "llama"}}, "text_config.model_type='llama'"),
+        ({**GEMMA3_4B, "quantization_config": {"quant_method": "gptq"}}, "take the repository"),
         (
             {**GEMMA3_4B, "text_config": {**GEMMA3_4B["text_config"], "experts": 8}},  # type: ignore[dict-item]
             r"text_config\.experts=8",

@@ -22,7 +22,7 @@ from gkv_jax.models.rope_config import RopeConfig, YarnScaling
 from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_model
 from gkv_jax.weights.parameters import fill_params, placer, to_hf_state_dict, tree_of
 from pallas_kernels.int8_matmul import Int8Matrix
-from tests.gkv_jax.models.test_mixed_full import dense_attend
+from tests.gkv_jax.models.mixed import dense_attend
 
 PUBLISHED = {  # gpt-oss-20b
     "architectures": ["GptOssForCausalLM"],
@@ -114,7 +114,7 @@ def test_what_a_file_leaves_out_is_as_in_transformers() -> None:
         ),
         ({"experts_per_token": 2}, r"experts_per_token=2 is not served"),
         ({"num_experts_per_tok": 33, "experts_per_token": 33}, r"from 1 to num_local_experts"),
-        ({"num_local_experts": None}, r"num_local_experts must be an integer"),
+        ({"num_local_experts": None}, r"num_local_experts is missing"),
         ({"swiglu_limit": 0.0}, r"swiglu_limit must be above 0"),
         ({"sliding_window": None}, r"sliding_window is null"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not served"),
@@ -223,6 +223,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Params, dict
         "num_local_experts": CONFIG.experts,
         "num_experts_per_tok": 2,
         "experts_per_token": 2,
+        "eos_token_id": 0,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder, params, tensors
@@ -250,6 +251,8 @@ def test_damaged_mxfp4_is_an_error(packed: Any) -> None:
         (tensors | {blocks: tensors[blocks][..., :8]}, r"is no MXFP4: _blocks .* \[8, 32, 2, 8\]"),
         (tensors | {scales: tensors[scales].astype(np.float32)}, "_scales float32"),
         (tensors | {scales: not_a_number}, "damaged"),
+        (tensors | {scales: not_a_number - 1}, "numbers that are not finite; it is damaged"),
+        (tensors | {scales: not_a_number - 2}, "numbers that are not finite; it is damaged"),
     ):
         with pytest.raises(UserError, match=message):
             fill_params(MODEL, changed, "huggingface", placer("float32"))

@@ -11,7 +11,7 @@ from gkv_jax import CacheSpec, Engine, Guide, Sampling, UserError
 from gkv_jax.cache import init_cache
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.protocol import Params
-from gkv_jax.prefill import prefill_chunk
+from gkv_jax.prefill import chunk_hidden
 from gkv_jax.sampling import greedy_rows
 from pallas_kernels.int8_matmul import Int8Matrix
 from pallas_kernels.masked_head import masked_head, project
@@ -24,7 +24,7 @@ SPEC = CacheSpec.full(32)
 def logits(model: Llama, params: Params, tokens: np.ndarray) -> np.ndarray:
     cache = init_cache(SPEC, model, 1, jnp.dtype(jnp.float32))
     start, length = np.int32(0), np.int32(len(tokens))
-    hidden, _ = prefill_chunk(
+    hidden, _ = chunk_hidden(
         params, cache, tokens, np.int32(0), start, length, model=model, spec=SPEC
     )
     return np.asarray(model.logits(params, hidden))

@@ -15,7 +15,7 @@ from gkv_jax import CacheSpec, Engine, Sampling
 from gkv_jax.cache import init_cache
 from gkv_jax.models import families
 from gkv_jax.models.transformer import Transformer
-from gkv_jax.prefill import prefill_chunk
+from gkv_jax.prefill import chunk_hidden
 from gkv_jax.weights.huggingface import SafetensorsCheckpoint, read_model
 from gkv_jax.weights.parameters import fill_params, placer
 from gkv_jax.weights.registry import LoadedModel
@@ -74,7 +74,7 @@ def reference(changes: dict[str, Any]) -> LlamaForCausalLM:
 
 def our_logits(model: Transformer, params: Any, tokens: list[int]) -> np.ndarray:
     """Logits ``[T,V]`` of a prompt through the full cache."""
-    hidden, _ = prefill_chunk(
+    hidden, _ = chunk_hidden(
         params,
         init_cache(SPEC, model, 1, jnp.float32),
         np.asarray(tokens, np.int32),

@@ -1,6 +1,7 @@
 """Tiny random checkpoints, written the way that transformers and llama.cpp write them."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,16 @@ def gguf_tokens(size: int = 300) -> tuple[list[str], list[int], list[str]]:
     types = [1] * 256 + [3, 3, 4] + [1] * len(merged)
     unused = size - len(tokens)
     return tokens + [f"<unused{i}>" for i in range(unused)], types + [5] * unused, merges
+
+
+JUNK = ("x", [1], ["x"], [[1]], {"a": 1}, {}, [], True, 1.5, math.nan, 0, -1)
+"""Of each kind that a damaged file may have where something else belongs."""
+
+
+def add_field(writer: Any, key: str, value: Any) -> None:
+    """A field of a GGUF file, typed as its value is."""
+    kinds = {bool: "bool", int: "uint32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
 def permute_for_llama_cpp(array: np.ndarray, heads: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """ModelConfig from config.json: both generations of transformers, and what is refused."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import pytest
 from gkv_jax.errors import UserError
 from gkv_jax.models import families
 from gkv_jax.models.config import GGUFHeader, ModelConfig
+from gkv_jax.models.fields import Fields
 from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from gkv_jax.weights.huggingface import read_model
 
-from .conftest import TINY, hf_config
+from .conftest import JUNK, TINY, hf_config
 
 LLAMA3 = {
     "factor": 32.0,
@@ -147,14 +149,32 @@ def test_rope_of_transformers_4_and_5(changes: dict[str, Any], rope: RopeConfig)
         ({"partial_rotary_factor": 0.32}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "lacks factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_scaling\.factor is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}}, "low_freq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            "rope_parameters of type 'longrope'.*yarn",
+            r"rope_parameters\.rope_type='longrope' .*yarn",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters and rope_scaling differ",
+        ),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor of the rotary scaling"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, r"low_freq_factor \(1\.0\) must be"),
+        ({"rope_theta": 0}, "rope_theta must be above 1"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be at least 0"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer or a list"),
+        ({"eos_token_id": [2.0]}, "eos_token_id must be an integer or a list"),
+        ({"eos_token_id": [2, 300]}, "eos_token_id 300 is no token"),
+        ({"bos_token_id": -1}, "bos_token_id -1 is no token"),
+        ({"bos_token_id": True}, "bos_token_id must be an integer, not True"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "'awq' is not served; take the repository",
+        ),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 1.2}}, "attention_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, "partial"),
         ({"vocab_size": None}, "vocab_size"),
@@ -240,6 +260,20 @@ def test_yarn_of_gguf(rope: dict[str, Any], scaling: YarnScaling) -> None:
 def test_what_is_not_served_of_gguf(rope: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         families.from_gguf(GGUFHeader(gguf_metadata(**rope), ["output.weight"]))
+
+
+def test_every_gguf_field_mistyped_is_an_error_or_harmless() -> None:
+    metadata = gguf_metadata(type="yarn", factor=4.0) | {"llama.attention.key_length": 16}
+    for key in metadata:
+        for value in JUNK:
+            with contextlib.suppress(UserError):
+                families.from_gguf(GGUFHeader(metadata | {key: value}, ["output.weight"]))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 10**400, True, "1"])
+def test_a_number_is_finite(number: Any) -> None:
+    with pytest.raises(UserError, match=r"^there: x must be a finite number, not "):
+        Fields({"x": number}, "there: ").number("x")
 
 
 def test_fields_that_nobody_reads_are_refused_together() -> None:

@@ -143,6 +143,21 @@ def test_what_is_not_served_is_refused_by_name(
         load(write_gguf(TINY, random_state(TINY), settings=settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (lambda w: w.add_uint16("split.count", 2), r"split\.count=2: .*llama-gguf-split --merge"),
+        (lambda w: w.add_string("split.count", "2"), r"split\.count must be an integer"),
+        (lambda w: w.add_type("adapter"), r"general\.type='adapter' is no model"),
+    ],
+)
+def test_what_is_no_whole_model(
+    write_gguf: Callable[..., Path], settings: Callable[[Any], None], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        load_model(write_gguf(TINY, random_state(TINY), settings=settings))
+
+
 def test_unknown_architecture(write_gguf: Callable[..., Path]) -> None:
     metadata = GGUFCheckpoint.open(write_gguf(TINY, random_state(TINY))).metadata
     with pytest.raises(UserError, match="'bert' is not served; known: llama, qwen2, "):

@@ -1,18 +1,22 @@
 """The tokenizer that GGUF metadata describe."""
 
+import contextlib
 import itertools
+import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from gkv_jax.errors import UserError
 from gkv_jax.weights.gguf_tokenizer import save_tokenizer, tokenizer_from_metadata
 from gkv_jax.weights.huggingface import read_tokenizer
 
-from .conftest import gguf_tokens
+from .conftest import JUNK, add_field, gguf_tokens
 
 TEXTS = [
     "",
@@ -46,7 +50,7 @@ def metadata(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(pre: str, text: str) -> None:
     tokenizer = tokenizer_from_metadata(metadata(pre=pre))
@@ -115,10 +119,17 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"model": "bert"}, "'bert'"),
-        ({"model": "llama"}, "add_space_prefix"),
-        ({"model": "llama", "add_space_prefix": False}, r"no tokenizer\.ggml\.scores"),
-        ({"pre": "tekken"}, "'tekken'.*served: gpt2 with"),
-        ({"pre": None}, "no tokenizer.ggml.pre"),
+        ({"model": "llama"}, "unknown_token_id is missing"),
+        (
+            {"model": "llama", "unknown_token_id": 0, "add_space_prefix": False},
+            r"tokenizer\.ggml\.scores is missing",
+        ),
+        ({"pre": "deepseek-llm"}, "'deepseek-llm'.*served: gpt2 with"),
+        ({"pre": None}, "pre-tokenizer None .*served: gpt2 with"),
+        ({"merges": ["h zz"]}, r"inconsistent \(.*zz"),
+        ({"eos_token_id": 300}, "eos_token_id 300 is no token of 300"),
+        ({"eos_token_id": -1}, "eos_token_id -1 is no token"),
+        ({"add_bos_token": True, "bos_token_id": None}, "bos_token_id is missing"),
         ({"merges": ["a b c"]}, "inconsistent"),
         ({"token_type": [1]}, "inconsistent"),
         ({"add_eos_token": True}, "add_eos_token"),
@@ -205,6 +216,111 @@ def test_sentencepiece_keeps_added_tokens_whole(tmp_path: Path) -> None:
         assert each.decode(ids, skip_special_tokens=True) == "he<mask>\n\nhe  \t"
 
 
+LLAMA2 = {"add_space_prefix": True}
+
+
+def test_a_space_before_the_text() -> None:
+    """As Llama 2 and the first Mistrals have it: before a text, and after each token added to it."""
+    plain = tokenizer_from_metadata(sentencepiece_metadata())
+    tokenizer = tokenizer_from_metadata(sentencepiece_metadata(**LLAMA2))
+    for text in ("hello world", " hello", "héllo", "日本 aba"):
+        assert tokenizer.encode(text) == plain.encode(f" {text}")
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.tokenize("") == []
+    assert tokenizer.tokenize("he<mask>he") == ["▁he", "<mask>", "▁he"]
+
+
+def test_a_space_among_control_tokens_is_refused() -> None:
+    fields = sentencepiece_metadata(**LLAMA2)
+    fields["tokenizer.ggml.token_type"][4] = 3  # <mask>
+    with pytest.raises(UserError, match="add_space_prefix with control tokens such as '<mask>'"):
+        tokenizer_from_metadata(fields)
+
+
 def test_inconsistent_scores() -> None:
     with pytest.raises(UserError, match="inconsistent"):
         tokenizer_from_metadata(sentencepiece_metadata(scores=[0.0]))
+
+
+# --- Against transformers -----------------------------------------------------------------------
+
+CORPUS = [
+    "Hello world, it's the café at 12:30! I'LL see McDonald's iPhone, /usr/lib\n\n  and naïve",
+    " 日本語 Ünïcödé ÀÉÎ x=3.14159\r\n don't DON'T they'Ve e\u0301 A\u030a",
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    """Metadata of byte-level BPE learned without any split, so that pieces decide what is merged."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS * 3,
+        trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
+    )
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokens": [*tokens, "<|b|>", "<|e|>"],
+        "token_type": [1] * len(tokens) + [3, 3],
+        "merges": [" ".join(pair) for pair in model["merges"]],
+        "bos_token_id": len(tokens),
+        "eos_token_id": len(tokens) + 1,
+        "add_bos_token": None,
+    }
+
+
+def write_metadata(path: Path, fields: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        add_field(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "tekken", "qwen2", "llama 2"])
+def test_equals_transformers(kind: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    """Reading the same file; of Qwen, its own tokenizer, which composes characters, as files do not."""
+    if kind == "llama 2":
+        fields = sentencepiece_metadata(**LLAMA2)
+        letters = [*" helowrdab", "é", "日"]
+    else:
+        fields = metadata(pre=kind, **trained)
+        letters = [*"abcXYZé日 Ü\n\r\t 12/.'sSlLtTdD e", "\u0301", "😀", "ǅ", "ʰ", "ª", "\u3000"]
+    if kind == "qwen2":
+        vocab = {token: index for index, token in enumerate(trained["tokens"])}
+        merges = [tuple(merge.split(" ")) for merge in trained["merges"]]
+        theirs = Qwen2Tokenizer(vocab=vocab, merges=merges)
+    else:
+        write_metadata(tmp_path / "tokenizer.gguf", fields)
+        theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tokenizer.gguf")
+    ours = tokenizer_from_metadata(fields)
+    rng = np.random.default_rng(0)
+    for text in [*CORPUS, *("".join(rng.choice(letters, 30)) for _ in range(300))]:
+        if kind == "llama 2":  # their space is not put before another, nor after added tokens
+            text = text.replace("\n", "").lstrip()
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        composed = unicodedata.normalize("NFC", text) if kind == "qwen2" else text
+        assert ours.decode(ids) == composed or kind == "llama 2"
+    first = {"qwen2": [], "llama 2": [2]}.get(kind, [trained["bos_token_id"]])
+    encoded = ours.encode("e")
+    assert encoded == [*first, *ours.encode("e", add_special_tokens=False)]
+
+
+# --- Damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [metadata(), sentencepiece_metadata()], ids=["gpt2", "llama"])
+def test_every_field_damaged_is_an_error_or_harmless(fields: dict[str, Any]) -> None:
+    for key in fields:
+        damaged = [{k: v for k, v in fields.items() if k != key}]
+        damaged += [fields | {key: value} for value in (*JUNK, ["a b"] * 300, [1] * 300)]
+        for each in damaged:
+            with contextlib.suppress(UserError):
+                tokenizer_from_metadata(each)

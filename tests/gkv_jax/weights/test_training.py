@@ -97,4 +97,25 @@ def test_an_interrupted_step_is_as_if_never_begun(tmp_path: Path) -> None:
         assert resumed is not None
         np.testing.assert_array_equal(resumed.params["a"], np.ones(5))
         checkpoints.save(2, {"a": jnp.zeros(5)})
-    assert {path.name for path in folder.iterdir()} == {"1", "2"}
+    assert {path.name for path in folder.iterdir()} == {"1", "2", ".lock"}
+
+
+def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    tree = {"a": jnp.ones(5)}
+    with TrainingCheckpoints(tmp_path) as first, TrainingCheckpoints(tmp_path) as before:
+        first.save(1, tree)
+        first.wait()
+        being_written = tmp_path / "2.orbax-checkpoint-tmp"
+        being_written.mkdir()
+        with TrainingCheckpoints(tmp_path) as second:
+            assert second.restore(tree) is not None
+            for other in (second, before):
+                with pytest.raises(UserError, match="another run saves into"):
+                    other.save(3, tree)
+        assert being_written.is_dir()
+    with TrainingCheckpoints(tmp_path) as third:
+        assert third.steps == [1]
+        third.save(3, tree)
+        third.wait()
+        assert third.steps == [1, 3]
+        assert not being_written.exists()
