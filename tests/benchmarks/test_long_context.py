@@ -28,9 +28,7 @@ MODEL, PARAMS = Llama(CONFIG), random_params(CONFIG)
 
 @pytest.fixture(scope="module")
 def tiny() -> LoadedModel:
-    """A checkpoint: matrices are ``[out, in]``."""
-    layers = [jax.tree.map(np.transpose, layer) for layer in PARAMS["layers"]]
-    return LoadedModel(CONFIG, PARAMS | {"layers": layers}, byte_tokenizer())
+    return LoadedModel(MODEL, PARAMS, byte_tokenizer())
 
 
 def test_bounded_caches_are_of_equal_size() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from benchmarks import decode, fill, head, overlap, quantize, sampling
@@ -26,11 +25,9 @@ from tests.gkv_jax.tiny import STOP, byte_tokenizer, random_params, text_config
 
 @pytest.fixture(scope="module")
 def tiny() -> LoadedModel:
-    """A checkpoint (matrices ``[out, in]``) whose vocabulary is the 256 bytes and a few more."""
+    """A model whose vocabulary is the 256 bytes and a few more."""
     config = text_config()
-    params = random_params(config)
-    params["layers"] = [jax.tree.map(np.transpose, layer) for layer in params["layers"]]
-    return LoadedModel(config, params, byte_tokenizer())
+    return LoadedModel(Llama(config), random_params(config), byte_tokenizer())
 
 
 def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:

@@ -1,8 +1,5 @@
 """Streaming scores against decoding one token at a time, and against transformers."""
 
-from typing import Any
-
-import jax
 import numpy as np
 import pytest
 
@@ -47,11 +44,7 @@ def test_full_equals_transformers() -> None:
     torch = pytest.importorskip("torch")
     from benchmarks.peer import llama_for_causal_lm
 
-    checkpoint: dict[str, Any] = {
-        **PARAMS,
-        "layers": [jax.tree.map(np.transpose, layer) for layer in PARAMS["layers"]],
-    }
-    peer = llama_for_causal_lm(CONFIG, checkpoint)
+    peer = llama_for_causal_lm(MODEL, PARAMS)
     with torch.no_grad():
         logits = peer(torch.tensor(TEXT[None])).logits[0, :-1].double()
     targets = torch.tensor(TEXT[1:])

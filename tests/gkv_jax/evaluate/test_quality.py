@@ -169,14 +169,9 @@ def test_refused_before_anything_is_computed(
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax
-    import numpy as np
-
     from gkv_jax import weights
 
-    params = dict(PARAMS)
-    params["layers"] = [jax.tree.map(np.transpose, layer) for layer in params["layers"]]
-    loaded = LoadedModel(CONFIG, params, byte_tokenizer())
+    loaded = LoadedModel(MODEL, PARAMS, byte_tokenizer())
     monkeypatch.setattr(weights, "load_model", lambda name, dtype: loaded)
     text = tmp_path / "prose.txt"
     text.write_text(PROSE)
