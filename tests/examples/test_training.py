@@ -98,7 +98,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         example.main(tmp_path / "whole", **options)
         assert compiled[1:] == [0] * 5
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        # Without it (jax 0.7) the listener stays, and nobody reads what it hears.
+        getattr(jax.monitoring, "unregister_event_duration_listener", lambda _: None)(listen)
     for one, other in zip(jax.tree.leaves(resumed), jax.tree.leaves(weights[-1]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     entries, whole = history(tmp_path / "killed"), history(tmp_path / "whole")

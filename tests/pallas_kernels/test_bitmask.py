@@ -335,6 +335,7 @@ class TestMosaicTpu:
         assert [self.moved(half) for half in reads] == [[0], [2]]
         assert [self.moved(half) for half in writes] == [[1], [2]]
 
+    @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="its jaxprs do not name kernels so")
     def test_lists_are_made_for_large_logits_only(self):
         def kernels(rows, vocab_size, dtype=np.float32):
             shapes = jax.eval_shape(lambda: random_operands(rows, vocab_size, dtype))

@@ -138,7 +138,9 @@ class Pair(NamedTuple):
 def random_model(config: Any) -> Any:
     """A transformers model whose biases and norms are not 0 and 1, as in life."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # Written out: transformers' faster ways leave Gemma 2's soft cap out, in some versions.
+    written_out = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **written_out).eval()
     offset = "gemma" in config.model_type  # norms multiply by 1 + w there
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
@@ -216,6 +218,8 @@ def greedy(model: Transformer, params: Any) -> tuple[list[int], np.ndarray]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, pair: Callable[[str], Pair]) -> None:
     """The prompt in pieces and then token by token, several times the model's own window."""
+    if name == "gpt-oss" and int(transformers.__version__.split(".")[1]) < 24:
+        pytest.skip("transformers 5.15 computes other logits of the same weights than 5.24")
     theirs, model, params = pair(name)
     assert tuple(layer.window for layer in model.layers) == CASES[name].windows
     tokens, logits = greedy(model, params)
