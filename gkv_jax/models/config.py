@@ -11,6 +11,10 @@ from gkv_jax.models.fields import Fields, is_integer
 from gkv_jax.models.rope_config import RopeConfig
 
 
+MOST_LAYERS = 10_000
+"""Far beyond any model."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that fixes the shapes and the arithmetic of a decoder.
@@ -136,7 +140,7 @@ def common_hf(
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": layer_count(fields, "num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": num_heads if kv_heads is None else kv_heads,
         "head_dim": fields.integer("head_dim", head_dim or hidden_size // max(num_heads, 1)),
@@ -149,6 +153,14 @@ def common_hf(
             (Fields(generation, "generation_config.json: "), "eos_token_id"),
         ),
     }
+
+
+def layer_count(fields: Fields, key: str) -> int:
+    """The number of layers. It says how long lists become, so that an absurd one must end here."""
+    count: int = fields.integer(key)
+    if count > MOST_LAYERS:
+        raise UserError(f"{fields.where}{key} must be at most {MOST_LAYERS}, not {count}")
+    return count
 
 
 def check_quantization(fields: Fields, served: str | None = None) -> None:
@@ -243,7 +255,7 @@ def common_gguf(fields: Fields, header: GGUFHeader) -> dict[str, Any]:
         "vocab_size": fields.integer("vocab_size", len(tokens)),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
-        "num_layers": fields.integer("block_count"),
+        "num_layers": layer_count(fields, "block_count"),
         "num_heads": num_heads,
         "num_kv_heads": fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,

@@ -35,8 +35,11 @@ class Fields:
         return read(key, None if key in self._values else default)
 
     def integer(self, key: str, default: Any = REQUIRED) -> Any:
-        """An integer, or ``default``; UserError for anything else."""
-        return self._typed(key, default, "an integer", is_integer)
+        """An integer of 64 bits, or ``default``; UserError for anything else."""
+        value = self._typed(key, default, "an integer", is_integer)
+        if is_integer(value) and abs(value) >= 1 << 63:
+            raise UserError(f"{self.where}{key} is absurdly large: {_short(value)}")
+        return value
 
     def number(self, key: str, default: Any = REQUIRED) -> Any:
         """A finite number as a float, or ``default``; UserError for anything else."""

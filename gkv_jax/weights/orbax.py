@@ -1,8 +1,9 @@
 """Models kept with Orbax: in the model's own layout and dtype, restored straight onto their devices.
 
-A folder is complete or refused (its files are compared by size; their bytes are not looked at)::
+A folder is complete or refused: its files are compared by size, and all but the large ones by checksum
+(changed bytes within a large one, the values of weights, go unnoticed)::
 
-    gkv_jax.json                    format, dtype, quantisation, leaves, sizes of files
+    gkv_jax.json                    format, dtype, quantisation, leaves, sizes and checksums of files
     config.json, ... or gguf.json   what the publisher wrote (``gkv_jax.weights.published``)
     tokenizer.json, ...
     params/                         an Orbax checkpoint: a dict from the leaves' names to arrays
@@ -12,6 +13,7 @@ Needs ``orbax-checkpoint``, which is imported where it is used.
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
@@ -34,18 +36,35 @@ from pallas_kernels.int8_matmul import Int8Matrix
 MANIFEST = "gkv_jax.json"
 PARAMS = "params"
 
-_FORMAT = 1
+_FORMAT = 2
+_CHECKSUM_BYTES = 1 << 20
+"""Larger files have no checksum: reading them twice would take as long as loading the model.
+
+The smaller ones hold Orbax's own records. It must not meet damage there: it reads in parallel, and what
+still comes in after the first error is printed as errors that nobody can catch."""
 _IN_FLIGHT_BYTES = 128 << 20
 """What Orbax may hold beside the arrays while it reads."""
 
 
 class Manifest(NamedTuple):
-    """``gkv_jax.json``: the leaves' shapes and dtypes by their paths, the files' sizes by theirs."""
+    """``gkv_jax.json``: the leaves' shapes and dtypes by their paths, the files' prints by theirs."""
 
     dtype: str
     int8: bool
     leaves: dict[str, tuple[tuple[int, ...], str]]
-    files: dict[str, int]
+    files: dict[str, "Print"]
+
+
+class Print(NamedTuple):
+    """What a file must be: its size in bytes, and its CRC-32 unless it is large."""
+
+    size: int
+    crc32: int | None
+
+    @classmethod
+    def of(cls, path: Path) -> "Print":
+        size = path.stat().st_size
+        return cls(size, zlib.crc32(path.read_bytes()) if size <= _CHECKSUM_BYTES else None)
 
 
 def save(
@@ -115,7 +134,7 @@ def load(
 
     Raises:
       UserError: the folder holds no such model, is of a later version, or incomplete: a file is
-        missing, unreadable or of another size (changed bytes within one go unnoticed); its leaves are
+        missing, unreadable or changed (bytes changed within a large one go unnoticed); its leaves are
         not those of its configuration; a value does not fit float16.
     """
     from gkv_jax.weights.huggingface import read_tokenizer
@@ -264,7 +283,7 @@ def _write_manifest(folder: Path, dtype: str, int8: bool, leaves: Mapping[str, A
         "quantization": "int8" if int8 else None,
         "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()},
         "files": {
-            path.relative_to(folder).as_posix(): path.stat().st_size
+            path.relative_to(folder).as_posix(): Print.of(path)
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         },
@@ -301,7 +320,10 @@ def _read_manifest(folder: Path) -> Manifest:
                 name: (tuple(map(index, shape)), jnp.dtype(kind).name)
                 for name, (shape, kind) in content["leaves"].items()
             },
-            {name: index(size) for name, size in content["files"].items()},
+            {
+                name: Print(index(size), None if crc32 is None else index(crc32))
+                for name, (size, crc32) in content["files"].items()
+            },
         )
         check_dtype(manifest.dtype)
     except (AttributeError, LookupError, TypeError, ValueError, UserError) as error:
@@ -310,12 +332,12 @@ def _read_manifest(folder: Path) -> Manifest:
         ) from error
     wrong = [
         name
-        for name, size in manifest.files.items()
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+        for name, wanted in manifest.files.items()
+        if not (folder / name).is_file() or Print.of(folder / name) != wanted
     ]
     if wrong:
         raise UserError(
-            f"{folder} is incomplete or damaged: {listed(wrong)} missing or of another size; "
+            f"{folder} is incomplete or damaged: {listed(wrong)} missing or changed; "
             "copy or convert it again"
         )
     return manifest

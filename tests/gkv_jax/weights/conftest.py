@@ -101,7 +101,7 @@ def gguf_tokens(size: int = 300) -> tuple[list[str], list[int], list[str]]:
     return tokens + [f"<unused{i}>" for i in range(unused)], types + [5] * unused, merges
 
 
-JUNK = ("x", [1], ["x"], [[1]], {"a": 1}, {}, [], True, 1.5, math.nan, 0, -1)
+JUNK = ("x", [1], ["x"], [[1]], {"a": 1}, {}, [], True, 1.5, math.nan, 0, -1, 1 << 31, 10**400)
 """Of each kind that a damaged file may have where something else belongs."""
 
 
