@@ -7,6 +7,9 @@ MODEL  ?= smollm2-135m-instruct
 # Two workers, each with whole files: fixtures and compiled functions are shared within a file.
 PARALLEL := -n 2 --dist loadfile
 
+# Tests of trained models run longer than they compile: XLA optimises for them, unlike for others (tests/conftest.py).
+TRAINED := XLA_FLAGS=--xla_backend_optimization_level=1
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full test-colab model aot-cuda oldest-jax clients lint format bench bench-peers eval-cache chromium clean
 
@@ -83,10 +86,12 @@ demo: model  ## the main job: a real model writes a document that obeys a JSON S
 	  --sinks 4 --window 252 --prompt "Invent a person who lives in Lisbon and describe them as JSON."
 
 test: model lint $(VENV)/libtpu aot-cuda oldest-jax chromium clients $(VENV)/schemathesis/installed  ## ruff, mypy and the tests (what CI runs)
-	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not full and not model" $(PARALLEL)
+	$(TRAINED) $(BIN)/python -m pytest -m "not full and model" $(PARALLEL)
 
 test-full: model lint $(VENV)/libtpu aot-cuda oldest-jax chromium clients $(VENV)/schemathesis/installed  ## the long sizes of the long checks, too
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest -m "not model" $(PARALLEL)
+	$(TRAINED) $(BIN)/python -m pytest -m model $(PARALLEL)
 
 # What Colab has (constraints-colab.txt), beside which gkv_jax is installed as there.
 $(VENV)/colab/installed: constraints-colab.txt pyproject.toml | $(VENV)/installed
@@ -107,7 +112,8 @@ COLAB := $(addprefix tests/,test_imports.py test_notebooks.py examples \
     test_bias.py test_generate.py test_notebook.py models weights flax))
 
 test-colab: model $(VENV)/colab/installed  ## the core's tests and the notebooks on what Colab has (3 GB)
-	GKV_TINY=1 $(VENV)/colab/bin/python -m pytest -m "not full" $(PARALLEL) $(COLAB)
+	GKV_TINY=1 $(VENV)/colab/bin/python -m pytest -m "not full and not model" $(PARALLEL) $(COLAB)
+	GKV_TINY=1 $(TRAINED) $(VENV)/colab/bin/python -m pytest -m "not full and model" $(PARALLEL) $(COLAB)
 
 lint: $(VENV)/installed  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -317,6 +317,7 @@ class Engine:
         backend: str | None = None,
         report: bool = False,
         trace: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> Request:
         """Check and compile everything that can be checked and compiled before a slot is taken.
 
@@ -328,6 +329,7 @@ class Engine:
           backend: name of the grammar engine for this request; the engine's own if None.
           report: whether ``Result.report`` shall say what the cache held at the end.
           trace: whether ``Piece.trace`` shall say how each token came to be.
+          marks: from special tokens to what they write; others write nothing.
 
         Raises:
           UserError: prompt, sampling or cache do not go together, naming the field.
@@ -350,7 +352,7 @@ class Engine:
             prompt=tokens,
             sampling=sampling,
             stop_token_ids=self._stop_token_ids,
-            text_stream=TextStream(self.tokenizer, sampling.stop_texts),
+            text_stream=TextStream(self.tokenizer, sampling.stop_texts, marks),
             grammar=self.compiler.compile(guide, backend) if isinstance(guide, Guide) else guide,
             drafter=self._new_drafter(tokens, sampling, drafts),
             wants_report=report,
@@ -484,6 +486,7 @@ class Engine:
         prompt: Prompt,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
         answer: bool = True,
     ) -> tuple[int, ...]:
         """The tokens of a prompt, as ``prepare`` reads it.
@@ -492,12 +495,14 @@ class Engine:
           prompt: a text, with the special tokens that the tokenizer puts around it; chat messages, in
             the tokenizer's chat template; or token ids, taken as they are.
           tools: functions that the chat template shall describe to the model, as in OpenAI's API.
+          template: variables for the chat template, such as ``{"enable_thinking": False}``; one that it
+            does not read changes nothing.
           answer: whether a chat ends with the template's opening of an answer.
 
         Raises:
           UserError: no prompt, or one that the tokenizer or its template does not take.
         """
-        return self._prompts.encode(prompt, tools=tools, answer=answer)
+        return self._prompts.encode(prompt, tools=tools, template=template, answer=answer)
 
     def _check_spec(self) -> None:
         spec, trained = self.spec, self.model.max_positions

@@ -32,7 +32,12 @@ class PromptReader:
     spec: CacheSpec
 
     def encode(
-        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None, answer: bool
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: Mapping[str, Any] | None,
+        answer: bool,
     ) -> tuple[int, ...]:
         """The tokens of a prompt; see ``Engine.encode``."""
         if not isinstance(prompt, Sequence):
@@ -40,13 +45,16 @@ class PromptReader:
         if not prompt:
             raise UserError("prompt is empty; give at least one character, message or token id")
         is_chat = not isinstance(prompt, str) and not _is_id(prompt[0])
-        if tools and not is_chat:
-            raise UserError("tools are given, but prompt is no chat; give a list of messages")
+        for given, value in (("tools are", tools), ("template is", template)):
+            if value and not is_chat:
+                raise UserError(f"{given} given, but prompt is no chat; give a list of messages")
         if isinstance(prompt, str):
             # Not verbose: a text longer than the trained length is no mistake here.
             tokens = self.tokenizer.encode(prompt, verbose=False)
         elif is_chat:
-            tokens = self._encode_chat(cast(Sequence[Message], prompt), tools, answer)
+            tokens = self._encode_chat(
+                cast(Sequence[Message], prompt), tools, template or {}, answer
+            )
         else:
             tokens = list(prompt)
             wrong = [t for t in tokens if not _is_id(t) or not 0 <= t < self.model.vocab_size]
@@ -98,6 +106,7 @@ class PromptReader:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        template: Mapping[str, Any],
         answer: bool,
     ) -> list[int]:
         import jinja2
@@ -114,8 +123,14 @@ class PromptReader:
                 tokenize=True,
                 return_dict=False,
                 tokenizer_kwargs={"verbose": False},
+                **template,
             )
-        except (jinja2.TemplateError, KeyError, TypeError, AttributeError) as error:
+        except (jinja2.TemplateError, KeyError, TypeError, AttributeError, ValueError) as error:
+            if template:
+                raise UserError(
+                    f"prompt: the chat template refuses the messages or {', '.join(template)} ({error}); "
+                    "each message needs 'role' and 'content'"
+                ) from error
             raise UserError(
                 f"prompt: the chat template refuses the messages ({error}); each needs "
                 "'role' and 'content'"

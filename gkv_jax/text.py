@@ -1,6 +1,7 @@
 """Tokens to text: as they come, with correct UTF-8 and stop texts, and each by itself."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -11,13 +12,23 @@ class TextStream:
     beginning of a stop text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        """``tokenizer`` is a transformers fast tokenizer; special tokens have no text."""
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), marks: Mapping[int, str] | None = None
+    ) -> None:
+        """Of an output that is still to come.
+
+        Args:
+          tokenizer: a transformers fast tokenizer.
+          stop: texts that end the output.
+          marks: what special tokens write; those that are not in it write nothing.
+        """
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = tokenizer.backend_tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._new_decoder = functools.partial(DecodeStream, skip_special_tokens=True)
+        self._decoder = self._new_decoder()
         self._stop = tuple(stop)
+        self._marks = marks or {}
         self._held = ""
         self._undecoded: list[int] = []
         self.stopped = False
@@ -26,6 +37,11 @@ class TextStream:
         """Text that is final after this token; ``stopped`` says that a stop text was met."""
         if self.stopped:
             return ""
+        if token in self._marks:
+            text = self._unfinished()
+            if text:  # the decoder would write it once more
+                self._decoder = self._new_decoder()
+            return self._release(text + self._marks[token])
         piece = self._decoder.step(self._tokenizer, token)
         # None is an unfinished character; its tokens are kept for the case that it never ends.
         self._undecoded = [] if piece is not None else [*self._undecoded, token]
@@ -39,10 +55,14 @@ class TextStream:
         """What was held back, once nothing more will come."""
         if self.stopped:
             return ""
-        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
-        self._undecoded = []
-        text = self._release(rest)
+        text = self._release(self._unfinished())
         text, self._held = text + self._held, ""
+        return text
+
+    def _unfinished(self) -> str:
+        """A character that will not be finished any more."""
+        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        self._undecoded = []
         return text
 
     def _release(self, piece: str) -> str:

@@ -27,8 +27,9 @@ from grammar_host.errors import (
 from grammar_host.gate import Closers, with_gate, with_tag_gate
 from grammar_host.guide import Guide
 from grammar_host.matcher import GrammarMatcher
+from grammar_host.optional_reasoning import with_optional_reasoning
 from grammar_host.plan import AUTO, FIRST_ENGINE, EngineNotLoaded, Plan, Planner
-from grammar_host.reasoning import with_reasoning
+from grammar_host.reasoning import may_begin_with_blank, with_reasoning
 from grammar_host.service import CompileService, ServiceStats
 from grammar_host.tokenizer import TokenizerInfo
 
@@ -82,6 +83,8 @@ class Grammar:
             with a cached grammar.
         memory_bytes: approximate size.
         tokenizer_info: the vocabulary that it was compiled for.
+        owns_blanks: behind reasoning, whether blanks between it and the answer may be the answer's:
+            they are if it may begin with one.
     """
 
     guide: Guide
@@ -93,6 +96,7 @@ class Grammar:
     memory_bytes: int
     tokenizer_info: TokenizerInfo = field(repr=False)
     compiled: CompiledGuide = field(repr=False)
+    owns_blanks: bool = False
 
     def matcher(self, stop_token_ids: Iterable[int] = ()) -> GrammarMatcher:
         """Starts a generation.
@@ -401,7 +405,11 @@ class GrammarCompiler:
             plan = trial.result()
             planned = time.perf_counter()
             compiled = self._planner.compile(plan)
-        new_matcher = self._wrapped(guide, plan, compiled)
+        new_matcher = self._gated(plan, compiled)
+        owns_blanks = guide.reasoning_end is not None and may_begin_with_blank(
+            new_matcher, self._tokenizer_info, guide.reasoning_end
+        )
+        new_matcher = self._behind_reasoning(guide, new_matcher)
         # The texts live as long as the grammar.
         texts = {guide.text, plan.guide.text}
         gated = len(plan.gate or "") + sum(len(schema) for _, schema in plan.tags)
@@ -418,10 +426,11 @@ class GrammarCompiler:
             memory_bytes=memory_bytes,
             tokenizer_info=self._tokenizer_info,
             compiled=CompiledGuide(new_matcher, memory_bytes),
+            owns_blanks=owns_blanks,
         )
 
-    def _wrapped(self, guide: Guide, plan: Plan, compiled: CompiledGuide) -> NewMatcher:
-        """Puts the gate and the reasoning phase in front of the engine's matchers."""
+    def _gated(self, plan: Plan, compiled: CompiledGuide) -> NewMatcher:
+        """Puts the gate in front of the engine's matchers."""
         new_matcher = compiled.new_matcher
         if plan.gate is not None:
             document = json.loads(plan.gate)
@@ -429,9 +438,16 @@ class GrammarCompiler:
         if plan.tags:
             schemas = {begin: json.loads(document) for begin, document in plan.tags}
             new_matcher = with_tag_gate(new_matcher, schemas, self._tokenizer_info, self._closers)
-        if guide.reasoning_end is not None:
-            new_matcher = with_reasoning(new_matcher, self._tokenizer_info, guide.reasoning_end)
         return new_matcher
+
+    def _behind_reasoning(self, guide: Guide, new_matcher: NewMatcher) -> NewMatcher:
+        """Puts the reasoning phase, if there is one, in front of that."""
+        info, end, start = self._tokenizer_info, guide.reasoning_end, guide.reasoning_start
+        if end is None:
+            return new_matcher
+        if start is None:
+            return with_reasoning(new_matcher, info, end)
+        return with_optional_reasoning(new_matcher, info, start, end)
 
     def _settle(self, work: _Work, outcome: Grammar | BaseException) -> None:
         if isinstance(outcome, Exception) and not isinstance(outcome, GrammarError):

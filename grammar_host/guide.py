@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, get_args
 
+from grammar_host.call_forms import CallForm
 from grammar_host.errors import (
     EmptyLanguageError,
     GrammarTooComplexError,
@@ -59,6 +60,8 @@ class Guide:
             that the schema does not mention. The standard says that they are open.
         reasoning_end: free text comes first, up to and including this tag; the language begins
             behind it. None: the text begins with the language. See `after_reasoning`.
+        reasoning_start: the free text is there only if the text begins with this tag; otherwise it
+            is a text of the language. None: the text begins inside of the free text.
 
     Raises:
         InvalidGuideError: malformed.
@@ -72,6 +75,7 @@ class Guide:
     whitespace_pattern: str | None = None
     strict: bool = False
     reasoning_end: str | None = None
+    reasoning_start: str | None = None
 
     @classmethod
     def json(
@@ -172,6 +176,7 @@ class Guide:
         *,
         parallel: bool = True,
         family: str | None = None,
+        form: CallForm | None = None,
     ) -> Guide | None:
         """Calls of functions, as OpenAI's API describes them; a guide of kind `structural_tag`.
 
@@ -185,9 +190,11 @@ class Guide:
                 on the outside): a call of that function; `"none"`: no guide.
             parallel: whether one answer may hold several calls.
             family: how the model writes calls: one of `grammar_host.tools.FAMILIES`, which are
-                XGrammar's; None: as `{"name": ..., "arguments": {...}}` in `<tool_call>` tags,
-                which `grammar_host.tools.parse_tool_calls` reads back. No family's tags include
-                reasoning: see `after_reasoning`.
+                XGrammar's; None: in a form. No family's tags include reasoning: see
+                `after_reasoning`.
+            form: how the model writes calls; None: as `{"name": ..., "arguments": {...}}` in
+                `<tool_call>` tags, Hermes' form, which `grammar_host.tools.parse_tool_calls` reads
+                back.
 
         Returns:
             None if nothing is to be enforced (`tool_choice="none"`).
@@ -197,15 +204,21 @@ class Guide:
         """
         from grammar_host.tools import tools_guide  # which builds on this class
 
-        return tools_guide(tools, tool_choice, parallel=parallel, family=family)
+        return tools_guide(tools, tool_choice, parallel=parallel, family=family, form=form)
 
-    def after_reasoning(self, end: str = "</think>") -> Guide:
+    def after_reasoning(self, end: str = "</think>", *, start: str | None = None) -> Guide:
         """The same language behind free text: a model that thinks first, then answers.
 
         Args:
             end: the tag that ends the free text, as text or as the name of a special token.
+            start: the tag that begins it, for a model that may think and need not: what does not
+                begin with this tag is the answer. None: the prompt has opened the free text.
         """
-        return replace(self, reasoning_end=end)
+        return replace(self, reasoning_end=end, reasoning_start=start)
+
+    def without_reasoning(self) -> Guide:
+        """The language alone, which the text begins with."""
+        return replace(self, reasoning_end=None, reasoning_start=None)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GuideKind):
@@ -244,6 +257,12 @@ class Guide:
             )
         if self.reasoning_end is not None:
             _check_option("reasoning_end", self.reasoning_end)
+        if self.reasoning_start is not None:
+            _check_option("reasoning_start", self.reasoning_start)
+            if self.reasoning_end is None:
+                raise InvalidGuideError("reasoning_start", "goes with reasoning_end")
+            if self.reasoning_start[0].isspace():
+                raise InvalidGuideError("reasoning_start", "begins with a blank")
         if self.whitespace_pattern is not None:
             _check_option("whitespace_pattern", self.whitespace_pattern)
         if self.kind not in ("json", "json_schema"):

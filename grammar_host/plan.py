@@ -194,7 +194,7 @@ class Planner:
 
     def _plan_tag(self, guide: Guide, backend: str) -> tuple[Plan, CompiledGuide]:
         tag = prepare_tag_schemas(guide, backend)
-        offered = replace(tag.guide, reasoning_end=None)
+        offered = tag.guide.without_reasoning()
         notes = (_gate_note(tag.inexact),) if tag.inexact else ()
         plan = Plan(backend, offered, tag.whole, notes, tuple(tag.gated.items()))
         return plan, self._compile(offered, backend)
@@ -287,7 +287,7 @@ def require_first_token(
 def _with_schema(guide: Guide, document: object) -> Guide:
     try:
         text = json.dumps(document, ensure_ascii=False)
-        return replace(guide, text=text, strict=False, reasoning_end=None)
+        return replace(guide.without_reasoning(), text=text, strict=False)
     except GuideError:  # rewriting may add levels or text: over the limits, the engine is not asked
         raise GrammarTooComplexError(guide.param, "too large once it is rewritten") from None
 

@@ -26,7 +26,7 @@ from grammar_host.tokenizer import TokenizerInfo
 MAX_GAP = 4
 """Most blanks between the end tag and the grammar."""
 
-_BLANKS = b" \t\n\r"
+BLANKS = b" \t\n\r"
 _MAX_ROWS = 128
 
 
@@ -53,6 +53,15 @@ def with_reasoning(new_matcher: NewMatcher, tokenizer_info: TokenizerInfo, end: 
     return new_reasoning_matcher
 
 
+def may_begin_with_blank(new_matcher: NewMatcher, tokenizer_info: TokenizerInfo, end: str) -> bool:
+    """Whether a text of a language may begin with a blank: then all blanks behind the tag are its own."""
+    stops = frozenset(tokenizer_info.stop_token_ids)
+    blanks = _reasoning_end(tokenizer_info, end).blank_start_row
+    row = np.zeros((1, blanks.size), dtype=np.int32)
+    new_matcher(stops).fill_next_token_bitmask(row, 0)
+    return bool(np.any(row[0] & blanks & ~token_row(sorted(stops), tokenizer_info.vocab_size)))
+
+
 @functools.lru_cache(maxsize=8)
 def _reasoning_end(tokenizer_info: TokenizerInfo, end: str) -> ReasoningEnd:
     # Looking through the vocabulary takes longer than an engine needs for a small schema.
@@ -76,7 +85,7 @@ class ReasoningEnd:
         vocabulary = tokenizer_info.vocabulary
         self.vocab_size = len(vocabulary)
         self._end = end
-        self._texts, self._tag = _texts_and_tag(tokenizer_info, end)
+        self._texts, self._tag = texts_and_tag(tokenizer_info, end)
         self.length = len(self._tag)
         self._failure = _failure_function(self._tag)
         free = [token for token, text in enumerate(vocabulary) if text or self._texts[token]]
@@ -89,9 +98,9 @@ class ReasoningEnd:
             for token, text in enumerate(self._texts)
             if -1 < text.find(last) < len(text) - 1
         ]
-        blanks = [token for token, text in enumerate(vocabulary) if text and text[0] in _BLANKS]
+        blanks = [token for token, text in enumerate(vocabulary) if text and text[0] in BLANKS]
         self.blank_start_row = token_row(blanks, self.vocab_size)
-        self._blanks = {t: len(vocabulary[t]) for t in blanks if not vocabulary[t].strip(_BLANKS)}
+        self._blanks = {t: len(vocabulary[t]) for t in blanks if not vocabulary[t].strip(BLANKS)}
         self._rows: dict[int, NDArray[np.int32]] = {}
 
     def row(self, position: int) -> NDArray[np.int32]:
@@ -252,7 +261,7 @@ class ReasoningMatcher(EngineMatcher):
         return self._has_gap
 
 
-def _texts_and_tag(tokenizer_info: TokenizerInfo, end: str) -> tuple[list[bytes], bytes]:
+def texts_and_tag(tokenizer_info: TokenizerInfo, end: str) -> tuple[list[bytes], bytes]:
     """What each token writes, and the tag, both as the automaton is to see them."""
     specials = tokenizer_info.special_tokens.items()
     if end in tokenizer_info.special_tokens.values():

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from grammar_host.call_forms import HERMES, CallForm
 from grammar_host.errors import GuideError, InvalidGuideError, UnsupportedGuideError
 from grammar_host.guide import Guide
 from grammar_host.tags import embedded_schemas, may_be_empty
@@ -70,25 +71,30 @@ def tools_guide(
     *,
     parallel: bool,
     family: str | None,
+    form: CallForm | None,
 ) -> Guide | None:
     """Does what `Guide.tools` says.
 
-    Without a family a call is `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>`, the
-    way of Hermes and Qwen 2.5 and 3. With `"auto"` the text around the calls is free, except that
-    `<tool_call>` always begins a call; otherwise there are calls only, one below the other. A
-    named function is called once. Without `parallel` the text ends behind the first call.
+    With `"auto"` the text around the calls is free, except that the trigger of the form (Hermes':
+    `<tool_call>`) always begins a call; otherwise there are calls only, with the form's separator
+    between them. A named function is called once. Without `parallel` the text ends behind the first
+    call.
     """
     if type(parallel) is not bool:
         _refuse("parallel_tool_calls", "true or false is needed")
     if family is not None and family not in FAMILIES:
         _refuse("family", f"{family!r} is not known; known are: {', '.join(FAMILIES)}")
+    if family is not None and form is not None:
+        _refuse("family", "a form is given as well; leave one of them out")
     known = _read_tools(tools)
     mode, name = _read_choice(tool_choice, known)
     if mode == "none":
         return None
     chosen = [tool for tool in known if name in (None, tool.name)]
     if family is None:
-        tag = {"type": "structural_tag", "format": _hermes_format(chosen, mode, parallel)}
+        functions = [(tool.name, tool.parameters) for tool in chosen]
+        calls = (form or HERMES).format(functions, mode, parallel=parallel)
+        tag = {"type": "structural_tag", "format": calls}
     else:
         tag = _family_tag(family, chosen, mode, parallel)
     try:
@@ -119,7 +125,7 @@ def tools_error(error: GuideError, guide: Guide, tools: Sequence[Mapping[str, An
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Takes the calls out of a text that was written without a family.
+    """Takes the calls out of a text that was written in Hermes' form.
 
     Args:
         text: the answer. A call that is cut off (by a token limit) is no call.
@@ -272,34 +278,6 @@ def _read_choice(tool_choice: Any, known: list[_Tool]) -> tuple[_Mode, str | Non
     if all(tool.name != name for tool in known):
         _refuse("tool_choice", f"no tool is named {name!r}; there are: {names or 'none'}", pointer)
     return "named", name
-
-
-def _hermes_format(tools: list[_Tool], mode: _Mode, parallel: bool) -> dict[str, Any]:
-    calls = [
-        {
-            "type": "tag",
-            "begin": f'<tool_call>\n{{"name": "{tool.name}", "arguments": ',
-            "content": {"type": "json_schema", "json_schema": tool.parameters},
-            "end": "}\n</tool_call>",
-        }
-        for tool in tools
-    ]
-    if mode == "named":
-        return calls[0]
-    if mode == "auto":
-        return {
-            "type": "triggered_tags",
-            "triggers": ["<tool_call>"],
-            "tags": calls,
-            "stop_after_first": not parallel,
-        }
-    return {
-        "type": "tags_with_separator",
-        "tags": calls,
-        "separator": "\n",
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
 
 
 def _family_tag(family: str, tools: list[_Tool], mode: _Mode, parallel: bool) -> dict[str, Any]:

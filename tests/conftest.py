@@ -10,8 +10,13 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu compiles without looking for a TPU
-# Most of the time goes into compiling programs that run for a moment: a fifth less of it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+# Most of the time goes into compiling programs that run for a moment: half of it, for code that is slow.
+# Trained models run longer than they compile; `make test` has other flags for their tests.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 
 import jax
 import pytest

@@ -64,7 +64,7 @@ class Judge:
     def judge(self, result: Result) -> Verdict:
         """The verdict on what a model answered, whatever ended it."""
         guide, text = self.grammar.guide, result.text
-        if guide.reasoning_end is not None:
+        if guide.reasoning_end is not None and self._thinks(result, guide.reasoning_start):
             text = self._behind(result, guide.reasoning_end)
         parses, value, problem = True, text, None
         if is_json(guide):
@@ -92,6 +92,13 @@ class Judge:
             if not matcher.accept_token(token):
                 return f"token {index + 1} of {len(result.tokens)} does not fit the guide"
         return None if matcher.is_completed() else "it ends before the guide allows an end"
+
+    def _thinks(self, result: Result, start: str | None) -> bool:
+        """Whether there is reasoning, which only a start tag leaves open."""
+        if start is None or result.text.lstrip().startswith(start):
+            return True
+        token = self.tokenizer.convert_tokens_to_ids(start)
+        return result.tokens[:1] == (token,)
 
     def _behind(self, result: Result, end: str) -> str:
         """The text behind the tag that ends the reasoning; empty where there is no tag."""

@@ -10,7 +10,6 @@ from gkv_jax.errors import UserError
 from gkv_jax.models.fields import Fields, is_integer
 from gkv_jax.models.rope_config import RopeConfig
 
-
 MOST_LAYERS = 10_000
 """Far beyond any model."""
 

@@ -11,7 +11,7 @@ from gkv_jax.compat import CommandLineError
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
-from gkv_jax.serve.settings import LogFormat, LogLevel, load_settings
+from gkv_jax.serve.settings import LogFormat, LogLevel, ToolFormat, load_settings
 from grammar_host import GrammarError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -55,6 +55,17 @@ def serve(
     verify: Annotated[
         Verify | None,
         typer.Option(help="Verify drafts where it has been seen to pay, or always.  [faster]"),
+    ] = None,
+    reasoning: Annotated[
+        str | None,
+        typer.Option(
+            help="What is told apart from answers: the text between <think> tags if the chat template "
+            "knows them, 'off', or two other tags with a blank between them.  [auto]"
+        ),
+    ] = None,
+    tool_format: Annotated[
+        ToolFormat | None,
+        typer.Option(help="How the model writes calls of tools.  [auto: as its chat template]"),
     ] = None,
     loop: Annotated[
         Loop | None,
@@ -103,6 +114,7 @@ def serve(
     flags |= {"loop": loop, "quantize": quantize, "draft": draft, "verify": verify, "cache": cache}
     flags |= {"model_name": model_name, "compilation_cache": compilation_cache}
     flags |= {"drain_seconds": drain_seconds, "auth": {"keys_file": keys_file}}
+    flags |= {"chat": {"reasoning": reasoning, "tool_format": tool_format}}
     flags |= {"log": {"format": log_format, "level": log_level}}
     settings = load_settings(config, flags)
 

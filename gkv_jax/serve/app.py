@@ -18,7 +18,7 @@ from gkv_jax.serve.metrics import Gauges, Metrics
 from gkv_jax.serve.page import route as page
 from gkv_jax.serve.routes import facts, generate, responses
 from gkv_jax.serve.service import Admission, Service
-from gkv_jax.serve.settings import Limits
+from gkv_jax.serve.settings import Chat, Limits
 
 
 def create_app(
@@ -27,6 +27,7 @@ def create_app(
     model: str,
     limits: Limits | None = None,
     queue_size: int = 256,
+    chat: Chat | None = None,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
     """The application.
@@ -36,10 +37,14 @@ def create_app(
       model: what clients call the model.
       limits: how much one request may ask for; ``Limits()`` if None.
       queue_size: answers that may wait for a slot; more get HTTP 429.
+      chat: how chats are read and told; ``Chat()`` if None.
       is_ready: whether ``/ready`` shall say so.
 
     Returns:
       The application; its ``state.metrics`` are what ``/metrics`` tells.
+
+    Raises:
+      UserError: ``chat`` sets what the engine's chat template does not read.
     """
     gauges = Gauges(
         model=model,
@@ -49,7 +54,12 @@ def create_app(
         active=lambda: engine.active,
     )
     service = Service(
-        engine, model, limits or Limits(), Metrics(gauges), Admission(engine.slots, queue_size)
+        engine,
+        model,
+        limits or Limits(),
+        Metrics(gauges),
+        Admission(engine.slots, queue_size),
+        chat or Chat(),
     )
     # The pages for /docs and /redoc would come from elsewhere; /openapi.json is here.
     app = _App(title="gkv_jax", version=gkv_jax.__version__, docs_url=None, redoc_url=None)

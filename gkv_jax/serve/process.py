@@ -114,6 +114,7 @@ def run(settings: Settings) -> None:
                 model=name,
                 limits=settings.limits,
                 queue_size=settings.queue.size,
+                chat=settings.chat,
                 is_ready=lambda: lifecycle.is_ready,
             )
             install(app, settings, keys=keys, observer=app.state.metrics)

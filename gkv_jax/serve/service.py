@@ -14,6 +14,7 @@ from gkv_jax.engine import Engine, Prompt
 from gkv_jax.errors import EngineClosedError, PromptTooLongError, UserError
 from gkv_jax.request import Request
 from gkv_jax.sampling import Sampling
+from gkv_jax.serve.chats import ChatReader, Reading
 from gkv_jax.serve.errors import (
     ApiError,
     engine_failed,
@@ -26,7 +27,8 @@ from gkv_jax.serve.generation import Answer
 from gkv_jax.serve.metrics import Metrics
 from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.protocol.sampling import CacheWanted
-from gkv_jax.serve.settings import Limits
+from gkv_jax.serve.settings import Chat, Limits
+from gkv_jax.serve.tools import Conversation
 from grammar_host import CompileCrashError, Grammar, GrammarError, GuideError
 
 
@@ -40,7 +42,7 @@ class Job:
       samplings: how to sample each answer to a prompt.
       seconds: how long it may take.
       constraint: what the answers must obey; None for free text.
-      tools: for the chat template, if it takes tools.
+      marks: what special tokens write, see ``Tags``.
       trace: whether to tell where tokens are from.
       cache: the cache that the client counts on.
     """
@@ -50,9 +52,38 @@ class Job:
     samplings: Sequence[Sampling]
     seconds: float
     constraint: Constraint | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
+    marks: Mapping[int, str] = dataclasses.field(default_factory=dict)
     trace: bool = False
     cache: CacheWanted | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadChat:
+    """A request that is a chat, as far as it is ready for the engine.
+
+    Attributes:
+      talk: what is said.
+      prompt: its tokens.
+      reading: how the answer is to be read.
+      constraint: what the answer must obey, its reasoning included; None for free text.
+      leaves_out_reasoning: whether the template did not read reasoning of earlier turns.
+    """
+
+    talk: Conversation
+    prompt: tuple[int, ...]
+    reading: Reading
+    constraint: Constraint | None
+    leaves_out_reasoning: bool
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """What special tokens write in the text of the answer."""
+        of_calls = self.talk.call_format.marks if self.talk.may_call else {}
+        return {**of_calls, **self.reading.marks}
+
+
+LEFT_OUT = '299 gkv_jax "reasoning_content is left out: the chat template does not read it"'
+"""The header ``Warning`` of an answer to ``ReadChat.leaves_out_reasoning``."""
 
 
 class Admission:
@@ -133,13 +164,22 @@ class Service:
       limits: how much one request may ask for.
       metrics: what ended requests are counted in.
       admission: who may wait.
+      chats: reads chats.
     """
 
     def __init__(
-        self, engine: Engine, model: str, limits: Limits, metrics: Metrics, admission: Admission
+        self,
+        engine: Engine,
+        model: str,
+        limits: Limits,
+        metrics: Metrics,
+        admission: Admission,
+        chat: Chat,
     ) -> None:
+        """Raises UserError if ``chat`` is not for the engine's model."""
         self.engine, self.model, self.limits = engine, model, limits
         self.metrics, self.admission = metrics, admission
+        self.chats = ChatReader(engine.tokenizer, chat)
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError unless this model is served; None takes the one that there is."""
@@ -205,14 +245,22 @@ class Service:
             logger.error("guides cannot be compiled", exc_info=error)
             raise failed_generation(error) from error
 
-    def tokens(self, prompt: Prompt, field: str, tools: Any = None) -> tuple[int, ...]:
-        """A prompt's tokens.
+    def tokens(
+        self,
+        prompt: Prompt,
+        field: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+        answer: bool = True,
+    ) -> tuple[int, ...]:
+        """A prompt's tokens, as ``Engine.encode`` has them.
 
         Raises:
           ApiError: it cannot be read, or is too long.
         """
         try:
-            tokens = self.engine.encode(prompt, tools=tools)
+            tokens = self.engine.encode(prompt, tools=tools, template=template, answer=answer)
         except UserError as error:
             raise refused(error, field) from error
         if len(tokens) > self.limits.prompt_tokens:
@@ -223,14 +271,41 @@ class Service:
             raise ApiError(400, message, param=field, code="context_length_exceeded")
         return tokens
 
+    def read(
+        self,
+        talk: Conversation,
+        field: str,
+        template: Mapping[str, Any],
+        constraint: Constraint | None,
+        *,
+        leaves_out_reasoning: bool,
+    ) -> ReadChat:
+        """Read a chat's prompt, whose end says how its answer is to be read.
+
+        Args:
+          talk: what is said.
+          field: what the client calls it.
+          template: variables for the chat template.
+          constraint: what the answer must obey behind its reasoning.
+          leaves_out_reasoning: see ``ReadChat``.
+
+        Raises:
+          ApiError: the prompt cannot be read, or is too long.
+        """
+        prompt = self.tokens(talk.messages, field, tools=talk.tools_for_template, template=template)
+        reading = self.chats.reading(prompt)
+        return ReadChat(talk, prompt, reading, reading.constraint(constraint), leaves_out_reasoning)
+
     def _prepare(self, job: Job, grammar: Grammar | None) -> list[Request]:
         """Everything else that can be refused; runs in a thread."""
         requests = []
         for prompt in job.prompts:
-            tokens = self.tokens(prompt, job.prompt_field, job.tools)
+            tokens = self.tokens(prompt, job.prompt_field)
             for sampling in job.samplings:
                 try:
-                    request = self.engine.prepare(tokens, grammar, sampling, trace=job.trace)
+                    request = self.engine.prepare(
+                        tokens, grammar, sampling, trace=job.trace, marks=job.marks
+                    )
                 except PromptTooLongError as error:
                     code = "context_length_exceeded"
                     raise ApiError(400, str(error), param=job.prompt_field, code=code) from error

@@ -11,11 +11,20 @@ from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
+from grammar_host.call_forms import CallFormName
 
 T = TypeVar("T")
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+ToolFormat = Literal["auto", CallFormName]
+"""How calls of tools are written; ``auto`` is as the chat template writes them."""
+
+AUTO, OFF = "auto", "off"
+"""Settings of ``chat.reasoning`` that are no tags."""
+
+USUAL_TAGS = "<think> </think>"
 
 SHORTEST_KEY = 16
 """Characters of the shortest API key that is taken."""
@@ -70,6 +79,37 @@ class Limits:
                 f"limits.default_completion_tokens is {self.default_completion_tokens}; it must be "
                 f"at most limits.completion_tokens, {self.completion_tokens}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """How chats are read and told.
+
+    Attributes:
+      reasoning: what is told apart from the answer: ``auto``, the text between ``<think>`` and ``</think>``
+        if the chat template mentions one of them; ``off``, nothing; or the two tags, with a blank between
+        them.
+      template_kwargs: variables for the chat template, where a request does not set them.
+      tool_format: how the model writes calls of tools; ``auto`` is as its chat template writes them.
+
+    Raises:
+      UserError: values of the wrong type. What the template reads is known when it is there.
+    """
+
+    reasoning: str = AUTO
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tool_format: ToolFormat = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tool_format not in get_args(ToolFormat):
+            raise UserError(
+                f"chat.tool_format is {self.tool_format!r}; choose from {get_args(ToolFormat)}"
+            )
+        _check_text("chat.reasoning", self.reasoning)
+        if self.reasoning not in (AUTO, OFF):
+            read_tags(self.reasoning)
+        if not isinstance(self.template_kwargs, dict):
+            raise UserError(f"chat.template_kwargs is {self.template_kwargs!r}; write a table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +236,7 @@ class Settings:
         ``xla`` in gkv_jax's own cache folder, and none if empty.
       drain_seconds: how long running requests may go on after the server was told to end.
       cache: size and policy of the cache of each slot.
+      chat: how chats are read and told.
       limits: how much one request may ask for.
       queue: requests that wait for a slot.
       auth: where the API keys are.
@@ -219,6 +260,7 @@ class Settings:
     compilation_cache: str | None = None
     drain_seconds: int = 10
     cache: CacheSpec = dataclasses.field(default_factory=lambda: CacheSpec().with_drafts())
+    chat: Chat = dataclasses.field(default_factory=Chat)
     limits: Limits = dataclasses.field(default_factory=Limits)
     queue: Queue = dataclasses.field(default_factory=Queue)
     auth: Auth = dataclasses.field(default_factory=Auth)
@@ -249,8 +291,24 @@ class Settings:
             raise UserError(f"verify is {self.verify!r}; choose from {get_args(Verify)}")
 
 
+def read_tags(setting: str) -> tuple[str, str]:
+    """Both tags that ``chat.reasoning`` names.
+
+    Raises:
+      UserError: they are not two.
+    """
+    tags = setting.split()
+    if len(tags) != 2 or tags[0] == tags[1]:
+        raise UserError(
+            f"chat.reasoning is {setting!r}; write 'auto', 'off', or the two tags that the model writes, "
+            f"as in {USUAL_TAGS!r}"
+        )
+    return tags[0], tags[1]
+
+
 _TABLES: dict[str, Any] = {
     "cache": CacheSpec,
+    "chat": Chat,
     "limits": Limits,
     "queue": Queue,
     "auth": Auth,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,25 @@ class _State:
 class Tags:
     """The schemas behind the tags of one structural tag document. Shared by its generations."""
 
-    def __init__(self, schemas: Mapping[str, Any], closers: Closers) -> None:
+    def __init__(
+        self,
+        schemas: Mapping[str, Any],
+        closers: Closers,
+        special_tokens: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         """Prepares the rules.
 
         Args:
             schemas: from the text that begins a tag to the `Schema.document` of the JSON behind it.
             closers: of the vocabulary.
+            special_tokens: id → name of the vocabulary's special tokens. Those whose names a tag
+                begins with may be written for them.
         """
-        self.vocabulary = closers.vocabulary
+        vocabulary = list(closers.vocabulary)
+        for token, name in special_tokens.items():
+            if name and any(name in begin for begin in schemas):
+                vocabulary[token] = name.encode()
+        self.vocabulary = tuple(vocabulary)
         self._closers = closers
         self._rules = {begin.encode(): Rules(document) for begin, document in schemas.items()}
         longest_first = sorted(self._rules, key=len, reverse=True)
@@ -174,7 +186,7 @@ def with_tag_gate(
         tokenizer_info: the vocabulary.
         closers: of the same vocabulary; None makes them.
     """
-    tags = Tags(schemas, closers or Closers(tokenizer_info))
+    tags = Tags(schemas, closers or Closers(tokenizer_info), tokenizer_info.special_tokens)
 
     def new_gated_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
         return GatedTagMatcher(new_matcher(stop_token_ids), tags, stop_token_ids)

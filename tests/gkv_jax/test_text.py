@@ -67,3 +67,25 @@ def test_parts_of_characters_and_special_tokens_by_themselves() -> None:
     first, *_, last = (token_text(TOKENIZER.backend_tokenizer, t) for t in TOKENIZER.encode("x🦜"))
     assert (first, last) == ("x", "\ufffd")
     assert token_text(TOKENIZER.backend_tokenizer, STOP) == "<stop>"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.text("aé🦜", min_size=1, max_size=3), min_size=1, max_size=4), st.booleans())
+def test_special_tokens_that_are_marks_write_what_they_are_given(
+    texts: list[str], is_cut: bool
+) -> None:
+    out, expected, told = TextStream(TOKENIZER, marks={STOP: "<|x|>"}), [], ""
+    for text in texts:
+        tokens = TOKENIZER.encode(text)
+        if is_cut and len(tokens) > 1:  # within a character: its beginning is not told twice
+            tokens = tokens[:-1]
+        told += "".join(out.push(token) for token in [*tokens, STOP, STOP + 1])
+        expected.append(TOKENIZER.decode(tokens))
+    assert told + out.flush() == "".join(f"{text}<|x|>" for text in expected)
+
+
+def test_a_stop_text_may_end_with_a_mark() -> None:
+    out = TextStream(TOKENIZER, ("b<|x|>",), {STOP: "<|x|>"})
+    tokens = [*TOKENIZER.encode("ab"), STOP, *TOKENIZER.encode("c")]
+    assert "".join(out.push(token) for token in tokens) + out.flush() == "a"
+    assert out.stopped

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from grammar_host import (
     InvalidGuideError,
     UnsupportedGuideError,
 )
+from grammar_host.call_forms import CALL_FORMS, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS
 from grammar_host.guide import MAX_TEXT_CHARACTERS
 from grammar_host.tags import embedded_schemas, may_be_empty
 from grammar_host.tools import FAMILIES, parse_tool_calls, tools_error
@@ -205,6 +207,12 @@ REFUSED = [
     ),
     ("parallel_tool_calls", None, lambda: Guide.tools(TOOLS, parallel=1), "true or false"),
     ("family", None, lambda: Guide.tools(TOOLS, family="gpt"), "known are: cohere, deepseek_r1"),
+    (
+        "family",
+        None,
+        lambda: Guide.tools(TOOLS, family="kimi", form=LLAMA),
+        "a form is given as well",
+    ),
 ]
 
 
@@ -322,6 +330,45 @@ def test_reading_calls():
         assert parse_tool_calls(broken + OTHER) == (broken, [("add-2", '{"x": [1, 2]}')])
     long = '{"n": ' + "9" * 5000 + "}"
     assert parse_tool_calls(call("f", long))[1] == [("f", long)]
+
+
+MORE = {
+    HERMES: (ONE, OTHER, f"{ONE}\n{OTHER}"),
+    LLAMA: (
+        '{"name": "weather", "parameters": {"city": "é"}}',
+        '<|tool|>{"name": "add-2", "parameters": {}}',
+        '{"name": "weather", "parameters": {"city": ""}}; {"name": "add-2", "parameters": {}}',
+    ),
+    MISTRAL: (
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "é"}}]',
+        '[TOOL_CALLS][{"name": "add-2", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "add-2", "arguments": {}}, {"name": "add-2", "arguments": {"": 1}}]',
+    ),
+    MISTRAL_ARGS: (
+        '[TOOL_CALLS]weather[ARGS]{"city": "é"}',
+        "[TOOL_CALLS]add-2[ARGS]{}",
+        '[TOOL_CALLS]add-2[ARGS]{}[TOOL_CALLS]weather[ARGS]{"city": "é"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("form", MORE, ids=CALL_FORMS)
+def test_calls_in_other_forms(form):
+    one, other, both = MORE[form]
+    marked = "<|tool|>" in other
+    form = replace(form, token="", mark="<|tool|>" if marked else "")
+    for choice in ("auto", "required"):
+        for parallel in (True, False):
+            guide = Guide.tools(TOOLS, choice, parallel=parallel, form=form)
+            assert allows(guide, one)
+            assert allows(guide, other) == (choice == "auto" or not marked)
+            assert allows(guide, both) == parallel
+            assert not allows(guide, one.replace("city", "town"))
+            assert allows(guide, "hi") == (choice == "auto")
+    guide = Guide.tools(TOOLS, named("weather"), form=form)
+    assert allows(guide, one)
+    assert not allows(guide, other)
+    assert not allows(guide, both)
 
 
 def test_the_families_are_those_of_the_engine():

@@ -17,6 +17,7 @@ const SCALE = 30; // pixels for the numbers beside the columns
 export class Answer {
   tokens = [];
   text = "";
+  #written = ""; // what the tokens write: reasoning and text
   #settled = 0; // tokens whose text is as it will stay
   #read = 0; // characters of the text that these stand for
   #waiting = false;
@@ -42,17 +43,19 @@ export class Answer {
 
   clear() {
     this.tokens = [];
-    this.text = "";
+    this.text = this.#written = "";
     this.#settled = this.#read = this.#focus = 0;
     this.box.replaceChildren();
     this.#show();
     this.#draw();
   }
 
-  /** Adds tokens at once, and paints them with the next frame. */
-  add(text, trace) {
+  /** Adds tokens at once, and paints them with the next frame. What the model thought is no text of it. */
+  add(text, trace, thought = "") {
     this.text += text;
-    this.tokens.push(...trace.map((token) => ({ ...token })));
+    this.#written += thought + text;
+    const isThought = thought !== "" && text === "";
+    this.tokens.push(...trace.map((token) => ({ ...token, isThought })));
     if (this.#waiting) return;
     this.#waiting = true;
     requestAnimationFrame(() => this.flush(false));
@@ -87,6 +90,7 @@ export class Answer {
     span.setAttribute("role", "option");
     span.setAttribute("aria-describedby", "tip");
     span.classList.add("t", "new", token.source);
+    if (token.isThought) span.classList.add("thought");
     if (token.legal != null) span.style.setProperty("--w", `${100 * this.#share(token.legal)}%`);
     token.span = span;
     return span;
@@ -106,7 +110,7 @@ export class Answer {
     while (this.#settled < this.tokens.length) {
       const first = this.tokens[this.#settled];
       if (!first.text.includes(PARTIAL)) {
-        const found = this.text.startsWith(first.text, this.#read);
+        const found = this.#written.startsWith(first.text, this.#read);
         this.#read += found ? first.text.length : 0;
         this.#settled++;
         continue;
@@ -114,13 +118,13 @@ export class Answer {
       let end = this.#settled;
       while (this.tokens[end]?.text.includes(PARTIAL)) end++;
       const next = this.tokens[end];
-      const until = next ? this.text.indexOf(next.text, this.#read) : this.text.length;
+      const until = next ? this.#written.indexOf(next.text, this.#read) : this.#written.length;
       if (!ended && (!next || until < 0)) return;
       for (let i = this.#settled; i < end; i++) {
         this.tokens[i].span.textContent = "·";
         this.tokens[i].span.classList.add("part");
       }
-      const whole = until < 0 ? "" : this.text.slice(this.#read, until);
+      const whole = until < 0 ? "" : this.#written.slice(this.#read, until);
       if (whole) {
         this.#write(this.tokens[end - 1].span, whole);
         this.tokens[end - 1].span.classList.remove("part");

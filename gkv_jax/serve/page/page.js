@@ -303,7 +303,8 @@ async function start() {
 function take(own, chunk) {
   const [choice] = chunk.choices ?? [];
   const { trace = [], position, ...stats } = chunk.gkv ?? {};
-  if ((trace.length || choice?.delta?.content) && own.first === null) {
+  const { content, reasoning_content: thought } = choice?.delta ?? {};
+  if ((trace.length || content || thought) && own.first === null) {
     own.first = (performance.now() - own.began) / 1000;
     set("status", "Writing…");
   }
@@ -312,7 +313,7 @@ function take(own, chunk) {
     own.position = position;
   }
   if (choice?.finish_reason) [own.reason, own.stats] = [choice.finish_reason, stats];
-  if (trace.length || choice?.delta?.content) answer.add(choice?.delta?.content ?? "", trace);
+  if (trace.length || content || thought) answer.add(content ?? "", trace, thought ?? "");
   own.frame ??= requestAnimationFrame(() => {
     own.frame = null;
     if (own === run) showRun();

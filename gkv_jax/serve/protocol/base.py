@@ -8,6 +8,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     TypeAdapter,
     model_validator,
 )
@@ -47,6 +48,13 @@ def _check_text(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
+
+
+TemplateValues = dict[Annotated[Text, Field(max_length=64)], Any]
+"""Variables for the chat template."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model shall think, in OpenAI's words."""
 
 
 class TextPart(Strict):

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from gkv_jax.sampling import Sampling
 from gkv_jax.serve.errors import ApiError
-from gkv_jax.serve.protocol.base import Content, Strict, Text
+from gkv_jax.serve.protocol.base import Content, Effort, Strict, TemplateValues, Text
 from gkv_jax.serve.protocol.formats import Constrained
 from gkv_jax.serve.protocol.sampling import Sampled, checked_logprobs, checked_max_tokens
 from gkv_jax.serve.protocol.unserved import UNSERVED_IN_CHATS, UNSERVED_IN_MESSAGES
@@ -25,6 +25,9 @@ class Message(Strict):
         None, description="of an assistant's turn"
     )
     tool_call_id: str | None = Field(None, description="of a tool's turn: the call it answers")
+    reasoning_content: Text | None = Field(
+        None, description="of an assistant's turn: what it thought before it answered"
+    )
     parsed: Any = Field(
         None, exclude=True, description="a copy that OpenAI's client adds when it sends a turn back"
     )
@@ -37,7 +40,7 @@ class Message(Strict):
         if values.get("role") == "assistant":
             if values.get("tool_calls") == []:
                 values = _without(values, "tool_calls")
-            if values.get("tool_calls"):
+            if values.get("tool_calls") or values.get("reasoning_content"):
                 return {"content": None} | values
         # Older clients name the function here, too; the call that tool_call_id names has it.
         if values.get("role") == "tool" and isinstance(values.get("name"), str):
@@ -46,10 +49,11 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
-        if self.content is None and self.tool_calls is None:
+        if self.content is None and self.tool_calls is None and self.reasoning_content is None:
             raise ValueError("content is null; give a text")
-        if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError("tool_calls belong to role 'assistant'")
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) is not None and self.role != "assistant":
+                raise ValueError(f"{name} belong to role 'assistant'")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("role 'tool' and a field 'tool_call_id' go together")
         return self
@@ -77,6 +81,12 @@ class ChatCompletionRequest(Strict, Sampled, Constrained):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateValues | None = Field(
+        None, description="variables for the chat template, such as enable_thinking"
+    )
+    reasoning_effort: Effort | None = Field(
+        None, description="for chat templates that read it, or that let the model think or not"
+    )
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from gkv_jax.sampling import Sampling
 from gkv_jax.serve.errors import ApiError, invalid_guide
-from gkv_jax.serve.protocol.base import Content, Strict, Text
+from gkv_jax.serve.protocol.base import Content, Effort, Strict, TemplateValues, Text
 from gkv_jax.serve.protocol.formats import Constrained, Constraint
 from gkv_jax.serve.protocol.sampling import Sampled, checked_logprobs, checked_max_tokens
 from gkv_jax.serve.protocol.unserved import LEAVE_OUT, UNSERVED_IN_CHATS, Unserved
@@ -28,7 +28,7 @@ from grammar_host import Guide, GuideError
 _SEND_AGAIN = "nothing is stored; send the items of the conversation again, as 'input'"
 
 UNSERVED_IN_RESPONSES: Mapping[str, Unserved] = {
-    **UNSERVED_IN_CHATS,
+    **{name: field for name, field in UNSERVED_IN_CHATS.items() if name != "reasoning"},
     "previous_response_id": Unserved(_SEND_AGAIN),
     "conversation": Unserved(_SEND_AGAIN),
     "store": Unserved(f"{_SEND_AGAIN} next time", neutral=(False,)),
@@ -39,10 +39,7 @@ UNSERVED_IN_RESPONSES: Mapping[str, Unserved] = {
         "nothing is left out of a prompt; drop the oldest items yourself", neutral=("disabled",)
     ),
     "context_management": Unserved("drop or shorten items of the input yourself", neutral=([],)),
-    "reasoning": Unserved(
-        "leave it out; max_output_tokens bounds the answer", neutral=({"effort": "none"}, {})
-    ),
-    "reasoning_effort": Unserved("leave it out; max_output_tokens bounds the answer"),
+    "reasoning_effort": Unserved("use reasoning, with 'effort'"),
     "max_tool_calls": Unserved("it is for calls that a server runs; this one runs none"),
     "prompt_cache_options": Unserved(LEAVE_OUT, neutral=({},)),
     "access_programs": Unserved(LEAVE_OUT, neutral=({},)),
@@ -73,7 +70,6 @@ _OF_OTHERS: Mapping[str, Unserved] = {
 
 _WAY_OUT_OF_ITEMS: Mapping[str, str] = {
     "item_reference": "nothing is stored; send the item itself",
-    "reasoning": "leave it out; the model reads what was said and called",
 }
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -119,10 +115,37 @@ class FunctionCallOutputItem(Strict):
     status: Status | None = None
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem
+class ReasoningText(Strict):
+    """A part of what the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(Strict):
+    """What the model thought, sent back."""
+
+    unserved: ClassVar = {
+        "summary": Unserved("put the reasoning into 'content'", neutral=([],)),
+        "encrypted_content": Unserved("put the reasoning into 'content'"),
+    }
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    id: str | None = None
+    status: Status | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(part.text for part in self.content or ())
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 
 _KINDS: Mapping[str, type[Item]] = {
     "message": MessageItem,
+    "reasoning": ReasoningItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
 }
@@ -205,6 +228,19 @@ class FormatConstraint(Constraint):
         return ApiError(
             told.status, told.message, param=param, code=told.code, pointer=told.pointer
         )
+
+
+class ReasoningConfig(Strict):
+    """How the model shall think."""
+
+    unserved: ClassVar = {
+        "summary": Unserved("the reasoning itself is told"),
+        "generate_summary": Unserved("the reasoning itself is told"),
+        "context": Unserved("the chat template decides it", neutral=("auto",)),
+        "mode": Unserved(LEAVE_OUT, neutral=("standard",)),
+    }
+
+    effort: Effort | None = None
 
 
 class FunctionTool(FunctionDefinition):
@@ -307,7 +343,7 @@ class ResponsesRequest(Strict, Sampled, Constrained):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextConfig | None = None
     include: list[Included] | None = Field(
-        None, description="log-probabilities; of reasoning there is none to include"
+        None, description="log-probabilities; reasoning is told as it is, and never encrypted"
     )
     top_logprobs: int | None = Field(
         None, description="0 to 20; goes with include = ['message.output_text.logprobs']"
@@ -315,6 +351,10 @@ class ResponsesRequest(Strict, Sampled, Constrained):
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: TemplateValues | None = Field(
+        None, description="variables for the chat template, such as enable_thinking"
+    )
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
@@ -329,6 +369,11 @@ class ResponsesRequest(Strict, Sampled, Constrained):
         """The tools in the form of Responses; None if there are none."""
         # OpenAI's client may send an empty list, which asks for nothing.
         return [tool.fields() for tool in self.tools] if self.tools else None
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model shall think."""
+        return None if self.reasoning is None else self.reasoning.effort
 
     def check(self) -> None:
         """Raises ApiError for fields that contradict each other."""
@@ -369,6 +414,7 @@ class ResponsesRequest(Strict, Sampled, Constrained):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": self.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {
@@ -405,7 +451,8 @@ class Turns:
 
     Attributes:
       messages: of chat completions' form.
-      places: where each of them, and each of their calls, is from: from its path to that of the item.
+      places: where each of them, each of their calls and each reasoning is from: from its path to that of
+        the item.
     """
 
     messages: list[dict[str, Any]]
@@ -421,7 +468,16 @@ class Turns:
         open_turn: dict[str, Any] | None = None  # the model's, if the last item was
         for index, item in enumerate(items):
             place = f"input.{index}"
-            if isinstance(item, FunctionCallItem):
+            if isinstance(item, ReasoningItem):
+                if not item.text:
+                    continue
+                if open_turn is None or (open_turn["content"] and "tool_calls" not in open_turn):
+                    open_turn = {"role": "assistant", "content": ""}
+                    messages.append(open_turn)
+                told = filter(None, (open_turn.get("reasoning_content"), item.text))
+                open_turn["reasoning_content"] = "\n".join(told)
+                places[f"messages.{len(messages) - 1}.reasoning_content"] = place
+            elif isinstance(item, FunctionCallItem):
                 if open_turn is None:
                     open_turn = {"role": "assistant", "content": ""}
                     messages.append(open_turn)
@@ -435,8 +491,8 @@ class Turns:
                 messages.append(
                     {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
                 )
-            elif open_turn is not None and "tool_calls" in open_turn and item.role == "assistant":
-                open_turn["content"] += item.content  # written behind a call of the same answer
+            elif open_turn is not None and item.role == "assistant" and _goes_on(open_turn):
+                open_turn["content"] += item.content
             else:
                 message = {"role": item.role, "content": item.content}
                 open_turn = message if item.role == "assistant" else None
@@ -459,6 +515,11 @@ class Turns:
                 "'function_call_output' with its call_id follow the calls, before other items"
             )
         return ApiError(error.status, message, param=param, code=error.code)
+
+
+def _goes_on(turn: Mapping[str, Any]) -> bool:
+    """Whether a message of the model's belongs to its last turn: behind reasoning, or behind a call."""
+    return "tool_calls" in turn or ("reasoning_content" in turn and not turn["content"])
 
 
 _PATH = re.compile(

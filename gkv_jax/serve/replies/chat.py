@@ -8,14 +8,18 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from gkv_jax.request import Piece, Result
+from gkv_jax.serve.chats import Reading
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.replies.events import SseEvent
 from gkv_jax.serve.replies.logprobs import ChoiceLogprobs, TokenTexts, for_chat
+from gkv_jax.serve.replies.parts import AnswerParts, Part
 from gkv_jax.serve.replies.usage import Usage, figures
 from gkv_jax.serve.tools import (
+    HERMES_FORMAT,
     AnswerEvent,
     CallArguments,
     CallBegins,
+    CallFormat,
     ReadAnswer,
     TextDelta,
     ToolCallParser,
@@ -40,9 +44,10 @@ class ToolCall(BaseModel):
 
 
 class ResponseMessage(BaseModel):
-    """What the model said; None where it only calls tools."""
+    """What the model thought, and what it said; None where it only calls tools, or only thinks."""
 
     role: Literal["assistant"] = "assistant"
+    reasoning_content: str | None = None
     content: str | None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
@@ -90,6 +95,7 @@ class Delta(BaseModel):
     """What a chunk adds to the message."""
 
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
@@ -130,6 +136,8 @@ class ChatReply:
         *,
         choices: int = 1,
         has_tools: bool = False,
+        call_format: CallFormat = HERMES_FORMAT,
+        reading: Reading | None = None,
         include_usage: bool = False,
         positions: Sequence[int] | None = None,
     ) -> None:
@@ -139,6 +147,8 @@ class ChatReply:
           texts: what tokens write, for log-probabilities.
           choices: answers that were asked for.
           has_tools: whether calls are to be found in the text.
+          call_format: how they are written.
+          reading: how reasoning is told apart; not at all if None.
           include_usage: each chunk has the field, and a last one is for it.
           positions: tokens of the prompt of each choice, if chunks shall tell a trace.
         """
@@ -150,38 +160,43 @@ class ChatReply:
             "system_fingerprint": fingerprint,
         }
         self._texts, self._choices, self._has_tools = texts, choices, has_tools
-        self._include_usage = include_usage
+        self._call_format, self._include_usage = call_format, include_usage
         self._positions = None if positions is None else list(positions)
+        self._parts = [AnswerParts(reading or Reading()) for _ in range(choices)]
         self._parsers: dict[int, ToolCallParser] = {}
         self._told: dict[int, list[AnswerEvent]] = {}
 
     def completion(self, results: Sequence[Result]) -> ChatCompletion:
         """The whole answer at once."""
-        return ChatCompletion.model_validate(
-            self._common
-            | {
-                "choices": [self._choice(*each) for each in enumerate(results)],
-                "usage": Usage.of(results, len(results)),
-                "gkv": figures(results),
-            }
-        )
+        choices = [self._choice(*each) for each in enumerate(results)]
+        more = {"choices": choices, "usage": self._usage(results), "gkv": figures(results)}
+        return ChatCompletion.model_validate(self._common | more)
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": result.text}
+        parts = self._parts[index]
+        told = parts.push(result.text, result.tokens, result.logprobs or ())
+        rest = parts.finish()
+        text, nothing = told.text + rest.text, "" if parts.has_answer else None
+        message: dict[str, Any] = {
+            "reasoning_content": told.reasoning + rest.reasoning or None,
+            "content": text or nothing,
+        }
         reason: str = result.finish_reason
         if self._has_tools:
-            answer = ReadAnswer.read(result.text)
+            answer = ReadAnswer.read(text, self._call_format)
             reason = answer.finish_reason(reason)
             if answer.calls:
                 message["tool_calls"] = [
                     {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
                     for call in answer.calls
                 ]
-            message["content"] = answer.content or (None if answer.calls else "")
+            message["content"] = answer.content or (None if answer.calls else nothing)
         return {
             "index": index,
             "message": message,
-            "logprobs": for_chat(result.logprobs, self._texts) if result.logprobs else None,
+            "logprobs": for_chat(told.logprobs + rest.logprobs, self._texts)
+            if result.logprobs
+            else None,
             "finish_reason": reason,
         }
 
@@ -193,16 +208,21 @@ class ChatReply:
             yield self._chunk(index, {"role": "assistant", "content": ""}, None)
 
     def piece(self, index: int, piece: Piece) -> Iterable[SseEvent]:
-        """Chunks of text and calls."""
-        extra: dict[str, Any] = {}
-        if piece.logprobs:
-            extra["logprobs"] = for_chat(piece.logprobs, self._texts)
+        """Chunks of reasoning, text and calls."""
         gkv: dict[str, Any] = {}
         if self._positions is not None:
             self._positions[index] += len(piece.tokens)
             trace = [vars(token) for token in piece.trace]
             gkv = {"gkv": {"position": self._positions[index], "trace": trace}}
-        deltas = self._deltas(index, piece.text)
+        yield from self._tell(
+            index, self._parts[index].push(piece.text, piece.tokens, piece.logprobs), gkv
+        )
+
+    def _tell(self, index: int, part: Part, gkv: dict[str, Any]) -> Iterable[SseEvent]:
+        extra: dict[str, Any] = {}
+        if part.logprobs:
+            extra["logprobs"] = for_chat(part.logprobs, self._texts)
+        deltas = self._deltas(index, part)
         if not deltas and (extra or gkv):
             deltas = [{"content": ""}]
         for number, delta in enumerate(deltas):
@@ -212,6 +232,7 @@ class ChatReply:
     def end(self, index: int, result: Result) -> Iterable[SseEvent]:
         """The chunk with the finish reason."""
         reason: str = result.finish_reason
+        yield from self._tell(index, self._parts[index].finish(), {})
         if self._has_tools:
             for delta in self._of_events(index, self._parser(index).finish()):
                 yield self._chunk(index, delta, None)
@@ -221,7 +242,7 @@ class ChatReply:
     def closing(self, results: Sequence[Result]) -> Iterable[SseEvent]:
         """The usage, if asked for, and the end of the stream."""
         if self._include_usage:
-            yield self._dump(choices=[], usage=Usage.of(results, len(results)))
+            yield self._dump(choices=[], usage=self._usage(results))
         yield {"data": "[DONE]"}
 
     def failure(self, error: ApiError) -> Iterable[SseEvent]:
@@ -229,12 +250,17 @@ class ChatReply:
         yield {"data": error.json()}
 
     def _parser(self, index: int) -> ToolCallParser:
-        return self._parsers.setdefault(index, ToolCallParser())
+        return self._parsers.setdefault(index, ToolCallParser(self._call_format))
 
-    def _deltas(self, index: int, text: str) -> list[dict[str, Any]]:
-        if not self._has_tools:
-            return [{"content": text}] if text else []
-        return self._of_events(index, self._parser(index).push(text))
+    def _usage(self, results: Sequence[Result]) -> Usage:
+        reasoning_tokens = sum(parts.reasoning_tokens for parts in self._parts)
+        return Usage.of(results, len(results), reasoning_tokens)
+
+    def _deltas(self, index: int, part: Part) -> list[dict[str, Any]]:
+        deltas = [{"reasoning_content": part.reasoning}] if part.reasoning else []
+        if self._has_tools:
+            return deltas + self._of_events(index, self._parser(index).push(part.text))
+        return [*deltas, {"content": part.text}] if part.text else deltas
 
     def _of_events(self, index: int, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
         self._told.setdefault(index, []).extend(events)

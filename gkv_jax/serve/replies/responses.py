@@ -9,15 +9,19 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from gkv_jax.request import Piece, Result, TokenLogprobs
+from gkv_jax.serve.chats import Reading
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.replies.events import SseEvent
 from gkv_jax.serve.replies.logprobs import TokenTexts, for_chat
+from gkv_jax.serve.replies.parts import AnswerParts, Part
 from gkv_jax.serve.replies.usage import Usage, figures
 from gkv_jax.serve.tools import (
+    HERMES_FORMAT,
     AnswerEvent,
     CallArguments,
     CallBegins,
     CallEnds,
+    CallFormat,
     TextDelta,
     ToolCallParser,
 )
@@ -44,6 +48,24 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class OutputReasoning(BaseModel):
+    """What the model thought before it answered; ``incomplete`` if it came to no end."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: ItemStatus = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: None = None
+
+
 class OutputCall(BaseModel):
     """A call that the model asks for; ``arguments`` is JSON text, the beginning of one if ``incomplete``."""
 
@@ -55,6 +77,9 @@ class OutputCall(BaseModel):
     arguments: str = ""
 
 
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
 class InputTokensDetails(BaseModel):
     """Tokens of the input that were not read, because a shared prefix holds them."""
 
@@ -63,7 +88,7 @@ class InputTokensDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    """There is no reasoning apart from the text."""
+    """Tokens of the reasoning, its tags included."""
 
     reasoning_tokens: int = 0
 
@@ -74,18 +99,19 @@ class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
     @classmethod
-    def of(cls, result: Result) -> "ResponseUsage":
-        """The usage of a finished request."""
+    def of(cls, result: Result, reasoning_tokens: int) -> "ResponseUsage":
+        """The usage of a finished request, of whose tokens so many are reasoning."""
         usage = Usage.of([result])
         cached = usage.prompt_tokens_details.cached_tokens
         return cls(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=cached),
             output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
 
@@ -116,7 +142,7 @@ class ResponseBody(BaseModel):
     incomplete_details: IncompleteDetails | None = None
     model: str
     system_fingerprint: str
-    output: list[OutputMessage | OutputCall] = []
+    output: list[OutputItem] = []
     usage: ResponseUsage | None = None
     gkv: dict[str, Any] | None = None
 
@@ -125,6 +151,7 @@ class ResponseBody(BaseModel):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     prompt_cache_key: str | None
+    reasoning: dict[str, Any]
     safety_identifier: str | None
     temperature: float
     text: dict[str, Any]
@@ -146,7 +173,7 @@ Told = dict[str, Any]
 
 
 class Output:
-    """The items of an answer, as they are written: a message where there is text, and each call.
+    """The items of an answer, as they are written: reasoning, a message where there is text, each call.
 
     Whole answers and streams are written by this, so that they say the same.
 
@@ -154,28 +181,66 @@ class Output:
       items: what there is.
     """
 
-    def __init__(self, texts: TokenTexts, may_call: bool) -> None:
-        """``may_call``: whether calls are to be found in the text."""
-        self.items: list[OutputMessage | OutputCall] = []
-        self._texts = texts
-        self._parser = ToolCallParser() if may_call else None
-        self._open: OutputMessage | OutputCall | None = None
+    def __init__(
+        self,
+        texts: TokenTexts,
+        may_call: bool,
+        call_format: CallFormat = HERMES_FORMAT,
+        reading: Reading | None = None,
+    ) -> None:
+        """Of an answer that is still to come.
 
-    def write(self, text: str, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[Told]:
+        Args:
+          texts: what tokens write, for log-probabilities.
+          may_call: whether calls are to be found in the text.
+          call_format: how they are written.
+          reading: how reasoning is told apart; not at all if None.
+        """
+        self.items: list[OutputItem] = []
+        self._parts = AnswerParts(reading or Reading())
+        self._texts = texts
+        self._parser = ToolCallParser(call_format) if may_call else None
+        self._open: OutputItem | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning, its tags included."""
+        return self._parts.reasoning_tokens
+
+    def write(
+        self, text: str, logprobs: Sequence[TokenLogprobs] = (), tokens: Sequence[int] = ()
+    ) -> Iterator[Told]:
         """More of the answer; ``logprobs`` only where there are no calls."""
+        yield from self._tell(self._parts.push(text, tokens, logprobs))
+
+    def _tell(self, part: Part) -> Iterator[Told]:
+        if part.reasoning:
+            yield from self._think(part.reasoning)
         if self._parser is not None:
-            yield from self._read(self._parser.push(text))
-        elif text or logprobs:
-            yield from self._say(text, logprobs)
+            yield from self._read(self._parser.push(part.text))
+        elif part.text or part.logprobs:
+            yield from self._say(part.text, part.logprobs)
 
     def finish(self, cut_off: bool) -> Iterator[Told]:
         """The end of the answer, by a limit or not. An empty answer is an empty message."""
+        yield from self._tell(self._parts.finish())
         if self._parser is not None:
             yield from self._read(self._parser.finish())
-        if not self.items:
+        has_ended = self._parts.has_answer and not cut_off
+        if not self.items or (has_ended and isinstance(self._open, OutputReasoning)):
             yield from self._message()
         # A call that ends has been closed.
-        yield from self._close(not cut_off and isinstance(self._open, OutputMessage))
+        yield from self._close(has_ended and isinstance(self._open, OutputMessage))
+
+    def _think(self, text: str) -> Iterator[Told]:
+        if self._open is None:
+            item = OutputReasoning(id=f"rs_{secrets.token_hex(24)}", content=[])
+            yield from self._add(item)
+            item.content.append(ReasoningText())
+            yield self._of_part("response.content_part.added", part=item.content[0].model_dump())
+        assert isinstance(self._open, OutputReasoning)
+        self._open.content[0].text += text
+        yield self._of_part("response.reasoning_text.delta", delta=text)
 
     def _read(self, events: Iterable[AnswerEvent]) -> Iterator[Told]:
         for event in events:
@@ -202,14 +267,14 @@ class Output:
         """Open a message unless one is open. A call that is open broke off: text follows."""
         if isinstance(self._open, OutputMessage):
             return
-        yield from self._close(False)
+        yield from self._close(isinstance(self._open, OutputReasoning))
         item = OutputMessage(id=f"msg_{secrets.token_hex(24)}", content=[])
         yield from self._add(item)
         item.content.append(OutputText())
         yield self._of_part("response.content_part.added", part=item.content[0].model_dump())
 
     def _call(self, call_id: str, name: str) -> Iterator[Told]:
-        yield from self._close(isinstance(self._open, OutputMessage))
+        yield from self._close(not isinstance(self._open, OutputCall))
         yield from self._add(
             OutputCall(id=f"fc_{secrets.token_hex(24)}", call_id=call_id, name=name)
         )
@@ -219,7 +284,7 @@ class Output:
         self._open.arguments += text
         yield self._of_item("response.function_call_arguments.delta", delta=text)
 
-    def _add(self, item: OutputMessage | OutputCall) -> Iterator[Told]:
+    def _add(self, item: OutputItem) -> Iterator[Told]:
         self.items.append(item)
         self._open = item
         yield self._of_output("response.output_item.added")
@@ -233,6 +298,10 @@ class Output:
             done = {"text": part.text, "logprobs": part.logprobs}
             yield self._of_part("response.output_text.done", **done)
             yield self._of_part("response.content_part.done", part=part.model_dump())
+        elif isinstance(item, OutputReasoning):
+            (thought,) = item.content
+            yield self._of_part("response.reasoning_text.done", text=thought.text)
+            yield self._of_part("response.content_part.done", part=thought.model_dump())
         else:
             done = {"name": item.name, "arguments": item.arguments}
             yield self._of_item("response.function_call_arguments.done", **done)
@@ -277,6 +346,8 @@ class ResponsesReply:
         *,
         may_call: bool,
         echo: Mapping[str, Any],
+        call_format: CallFormat = HERMES_FORMAT,
+        reading: Reading | None = None,
     ) -> None:
         """Of a request.
 
@@ -284,6 +355,8 @@ class ResponsesReply:
           texts: what tokens write, for log-probabilities.
           may_call: whether calls are to be found in the text.
           echo: what the answer repeats of its request.
+          call_format: how calls are written.
+          reading: how reasoning is told apart; not at all if None.
         """
         self._body = ResponseBody.model_validate(
             {
@@ -294,12 +367,12 @@ class ResponsesReply:
                 **echo,
             }
         )
-        self._output = Output(texts, may_call)
+        self._output = Output(texts, may_call, call_format, reading)
         self._number = 0
 
     def whole(self, result: Result) -> ResponseBody:
         """The whole answer at once."""
-        for _ in self._output.write(result.text, result.logprobs or ()):
+        for _ in self._output.write(result.text, result.logprobs or (), result.tokens):
             pass
         for _ in self._output.finish(_is_cut_off(result)):
             pass
@@ -313,7 +386,7 @@ class ResponsesReply:
                 "status": "incomplete" if cut_off else "completed",
                 "incomplete_details": IncompleteDetails() if cut_off else None,
                 "output": self._output.items,
-                "usage": ResponseUsage.of(result),
+                "usage": ResponseUsage.of(result, self._output.reasoning_tokens),
                 "gkv": figures([result]),
             }
         )
@@ -327,7 +400,7 @@ class ResponsesReply:
 
     def piece(self, index: int, piece: Piece) -> Iterable[SseEvent]:
         """Items, and pieces of them."""
-        return map(self._numbered, self._output.write(piece.text, piece.logprobs))
+        return map(self._numbered, self._output.write(piece.text, piece.logprobs, piece.tokens))
 
     def end(self, index: int, result: Result) -> Iterable[SseEvent]:
         """The end of the last item."""

@@ -15,11 +15,13 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Tokens of the request's prediction that were verified, and right or not.
+    """Tokens of the reasoning, its tags included; and those of the request's prediction that were verified,
+    and right or not.
 
     ``completion_tokens`` counts no rejected ones, nor accepted ones behind the start of a stop text.
     """
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -34,8 +36,14 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, results: Sequence[Result], answers: int = 1) -> "Usage":
-        """The usage of finished requests; ``answers`` in a row are of one prompt."""
+    def of(cls, results: Sequence[Result], answers: int = 1, reasoning_tokens: int = 0) -> "Usage":
+        """The usage of finished requests.
+
+        Args:
+          results: of all prompts, those to the first one first.
+          answers: to each prompt.
+          reasoning_tokens: those of the answers' tokens that are reasoning.
+        """
         read = sum(result.stats["prompt_tokens"] for result in results[::answers])
         cached = sum(result.stats["prefix_tokens"] for result in results[::answers])
         written = sum(len(result.tokens) for result in results)
@@ -48,7 +56,9 @@ class Usage(BaseModel):
             total_tokens=read + written,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
             completion_tokens_details=CompletionTokensDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
+                reasoning_tokens=reasoning_tokens,
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=proposed - accepted,
             ),
         )
 

@@ -9,15 +9,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from gkv_jax.errors import UserError
-from gkv_jax.serve.errors import ApiError, engine_failed, refused
+from gkv_jax.serve.errors import ApiError, engine_failed
 from gkv_jax.serve.metrics import Metrics
 from gkv_jax.serve.protocol.tokens import DetokenizeRequest, GuideCheckRequest, TokenizeRequest
 from gkv_jax.serve.replies.logprobs import TokenTexts
 from gkv_jax.serve.replies.whole import whole
 from gkv_jax.serve.routes.openapi import ERRORS
 from gkv_jax.serve.service import Service
-from gkv_jax.serve.tools import Conversation
 from grammar_host.backends import SERVED_BACKENDS
 
 
@@ -82,7 +80,7 @@ class GuideCheck(BaseModel):
 def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], bool]) -> None:
     """Add the routes."""
     engine, limits = service.engine, service.limits
-    spec, texts = engine.spec, TokenTexts(engine)
+    spec, texts, tags = engine.spec, TokenTexts(engine), service.chats.tags
     model = Model(
         id=service.model,
         created=created,
@@ -92,6 +90,7 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
             "dtype": str(engine.dtype),
             "vocab_size": engine.model.vocab_size,
             "backends": ["auto", *SERVED_BACKENDS],
+            "reasoning": None if tags is None else [tags.start, tags.end],
             "cache": {
                 "policy": spec.policy_name,
                 "decode": spec.evictor.name if spec.evictor else None,
@@ -182,14 +181,17 @@ def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
         )
         return list(service.tokens(tokens, "prompt")) if tokens else []
     assert asked.messages is not None
-    talk = Conversation.of(asked.messages, asked.tools, None, None, tokenizer=engine.tokenizer)
-    try:
-        told = engine.encode(
-            talk.messages, tools=talk.tools_for_template, answer=asked.add_generation_prompt
-        )
-    except UserError as error:
-        raise refused(error, "messages") from error
-    return list(service.tokens(told, "messages"))
+    talk, _ = service.chats.conversation(asked.messages, asked.tools, None, None)
+    tools = talk.tools_for_template
+    template = service.chats.variables(asked.chat_template_kwargs, tools=bool(tools))
+    tokens = service.tokens(
+        talk.messages,
+        "messages",
+        tools=tools,
+        template=template,
+        answer=asked.add_generation_prompt,
+    )
+    return list(tokens)
 
 
 def _text(service: Service, tokens: list[int]) -> str:

@@ -10,15 +10,13 @@ from starlette.responses import Response
 from gkv_jax.serve.generation import Answer
 from gkv_jax.serve.protocol.chat import ChatCompletionRequest
 from gkv_jax.serve.protocol.completions import CompletionRequest
-from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.replies.chat import ChatCompletion, ChatReply
 from gkv_jax.serve.replies.completions import Completion, CompletionReply
 from gkv_jax.serve.replies.events import EventStream
 from gkv_jax.serve.replies.logprobs import TokenTexts
 from gkv_jax.serve.replies.whole import whole
 from gkv_jax.serve.routes.openapi import ERRORS, STREAMS
-from gkv_jax.serve.service import Job, Service
-from gkv_jax.serve.tools import Conversation
+from gkv_jax.serve.service import LEFT_OUT, Job, ReadChat, Service
 
 
 def add(app: FastAPI, service: Service, fingerprint: str) -> None:
@@ -31,14 +29,14 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
         asked.check()
         samplings = asked.answers(service.limits)
         with service.places(samplings) as places:
-            talk, constraint = await anyio.to_thread.run_sync(_read, asked, service)
+            read = await anyio.to_thread.run_sync(_read, asked, service)
             job = Job(
-                prompts=[talk.messages],
+                prompts=[read.prompt],
                 prompt_field="messages",
                 samplings=samplings,
                 seconds=asked.seconds(service.limits),
-                constraint=constraint,
-                tools=talk.tools_for_template,
+                constraint=read.constraint,
+                marks=read.marks,
                 trace=asked.trace or False,
                 cache=asked.cache,
             )
@@ -48,11 +46,16 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
             fingerprint,
             texts,
             choices=len(samplings),
-            has_tools=talk.may_call,
+            has_tools=read.talk.may_call,
+            call_format=read.talk.call_format,
+            reading=read.reading.under(answer.requests[0].grammar),
             include_usage=asked.include_usage,
             positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
         )
-        return await _tell(answer, reply, asked, http)
+        response = await _tell(answer, reply, asked, http)
+        if read.leaves_out_reasoning:
+            response.headers.append("Warning", LEFT_OUT)
+        return response
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMS | ERRORS)
     async def completions(asked: CompletionRequest, http: fastapi.Request) -> Any:
@@ -81,16 +84,22 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
         return await _tell(answer, reply, asked, http)
 
 
-def _read(asked: ChatCompletionRequest, service: Service) -> tuple[Conversation, Constraint | None]:
+def _read(asked: ChatCompletionRequest, service: Service) -> ReadChat:
     """What is said, and what the answer must obey; large schemas take a while."""
-    talk = Conversation.of(
-        asked.messages,
-        asked.tools,
-        asked.tool_choice,
-        asked.parallel_tool_calls,
-        tokenizer=service.engine.tokenizer,
+    talk, leaves_out = service.chats.conversation(
+        asked.messages, asked.tools, asked.tool_choice, asked.parallel_tool_calls
     )
-    return talk, talk.constraint(asked.constraint())
+    return service.read(
+        talk,
+        "messages",
+        service.chats.variables(
+            asked.chat_template_kwargs,
+            asked.reasoning_effort,
+            tools=bool(talk.tools_for_template),
+        ),
+        talk.constraint(asked.constraint()),
+        leaves_out_reasoning=leaves_out,
+    )
 
 
 async def _tell(

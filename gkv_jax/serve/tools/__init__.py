@@ -1,6 +1,11 @@
 """Tools: what requests say of them, what the model reads, what it may write, and reading that back."""
 
 from gkv_jax.serve.tools.conversation import Conversation, check_conversation
+from gkv_jax.serve.tools.formats import (
+    HERMES_FORMAT,
+    CallFormat,
+    Shown,
+)
 from gkv_jax.serve.tools.guides import ToolsConstraint, may_call, tools_constraint
 from gkv_jax.serve.tools.parser import (
     AnswerCall,
@@ -23,16 +28,19 @@ from gkv_jax.serve.tools.types import (
 )
 
 __all__ = [
+    "HERMES_FORMAT",
     "AnswerCall",
     "AnswerEvent",
     "CallArguments",
     "CallBegins",
     "CallEnds",
+    "CallFormat",
     "Conversation",
     "FunctionCall",
     "FunctionDefinition",
     "ReadAnswer",
     "Rendered",
+    "Shown",
     "TemplateStyle",
     "TextDelta",
     "Tool",

@@ -9,7 +9,9 @@ from pydantic import BaseModel
 
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.protocol.formats import Constraint
-from gkv_jax.serve.tools.guides import may_call, tools_constraint
+from gkv_jax.serve.settings import ToolFormat
+from gkv_jax.serve.tools.formats import CallFormat, special_tokens
+from gkv_jax.serve.tools.guides import may_call, offered_names, tools_constraint
 from gkv_jax.serve.tools.render import TemplateStyle, render
 from gkv_jax.serve.tools.types import ToolChoice
 
@@ -24,11 +26,13 @@ class Conversation:
       messages: for the chat template.
       tools_for_template: for the chat template; None if it takes none, or there are none.
       may_call: whether the answer may hold calls, so that a ``ToolCallParser`` has to read it.
+      call_format: how calls are written in the answer.
     """
 
     messages: list[dict[str, Any]]
     tools_for_template: list[dict[str, Any]] | None
     may_call: bool
+    call_format: CallFormat
     _tools: tuple[Mapping[str, Any], ...] | None
     _choice: str | Mapping[str, Any] | None
     _parallel: bool | None
@@ -42,6 +46,7 @@ class Conversation:
         parallel: bool | None,
         *,
         tokenizer: Any,
+        tool_format: ToolFormat = "auto",
     ) -> "Conversation":
         """Read the fields of a request.
 
@@ -51,17 +56,28 @@ class Conversation:
           tool_choice: of either API.
           parallel: ``parallel_tool_calls``.
           tokenizer: a transformers tokenizer with a chat template.
+          tool_format: how the model writes calls; ``"auto"`` looks at the chat template.
 
         Raises:
-          ApiError: the conversation does not hold together.
+          ApiError: the conversation does not hold together, or the chat template takes no such one.
         """
         turns = [_plain(message) for message in messages]
         check_conversation(turns)
         known = None if tools is None else tuple(_plain(tool) for tool in tools)
         choice = tool_choice.value() if isinstance(tool_choice, ToolChoice) else tool_choice
-        rendered = render(turns, known, TemplateStyle.of(tokenizer))
+        style = TemplateStyle.of(tokenizer)
+        _check_style(turns, bool(known), style, tool_format)
+        call_format = CallFormat.of(
+            (style.shown.name or "hermes") if tool_format == "auto" else tool_format,
+            offered_names(known, choice),
+            special_tokens(tokenizer),
+            style.shown.gap,
+        )
+        rendered = render(turns, known, style, call_format)
         calls = may_call(known, choice)
-        return cls(rendered.messages, rendered.tools, calls, known, choice, parallel)
+        # What such a model asks for in one turn, its template could not tell it later.
+        several = False if style.one_call else parallel
+        return cls(rendered.messages, rendered.tools, calls, call_format, known, choice, several)
 
     def constraint(self, beside: Constraint | None) -> Constraint | None:
         """What the answer must obey; ``beside`` is what the request says of answers without calls.
@@ -69,7 +85,31 @@ class Conversation:
         Raises:
           ApiError: see ``tools_constraint``.
         """
-        return tools_constraint(self._tools, self._choice, self._parallel, beside)
+        return tools_constraint(
+            self._tools, self._choice, self._parallel, beside, call_format=self.call_format
+        )
+
+
+def _check_style(
+    messages: Sequence[Mapping[str, Any]],
+    has_tools: bool,
+    style: TemplateStyle,
+    tool_format: ToolFormat,
+) -> None:
+    """Refuse what the chat template takes no part of."""
+    if has_tools and tool_format == "auto" and style.shown.is_harmony:
+        reason = (
+            "the served model writes calls in messages on channels (harmony), which this server does not "
+            "read; leave the tools out, or describe them in a message and ask for JSON"
+        )
+        raise ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")
+    for index, message in enumerate(messages):
+        if style.one_call and len(message.get("tool_calls", ())) > 1:
+            _refuse(
+                f"messages.{index}.tool_calls.1",
+                "the served model's chat template takes one call in a turn; write each call in a message "
+                "of its own, with its result behind it",
+            )
 
 
 def check_conversation(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.protocol.formats import Constraint
+from gkv_jax.serve.tools.formats import HERMES_FORMAT, CallFormat
 from grammar_host import Guide, GuideError, UnsupportedGuideError
 from grammar_host.schema.strict import close_objects
 from grammar_host.tools import tools_error
@@ -58,6 +59,8 @@ def tools_constraint(
     tool_choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
     beside: Constraint | None = None,
+    *,
+    call_format: CallFormat = HERMES_FORMAT,
 ) -> Constraint | None:
     """What an answer must obey.
 
@@ -70,6 +73,7 @@ def tools_constraint(
         be called.
       parallel: whether there may be several calls; None is true.
       beside: the client's own constraint.
+      call_format: how calls are written.
 
     Returns:
       ``beside`` itself if there is nothing to call.
@@ -105,10 +109,10 @@ def tools_constraint(
 
     def build() -> Guide:
         if beside is None:
-            guide = Guide.tools(offered, choice, parallel=several)
+            guide = Guide.tools(offered, choice, parallel=several, form=call_format.form)
             assert guide is not None  # the choice is not "none"
             return guide
-        return _document_or_calls(beside, offered, several)
+        return _document_or_calls(beside, offered, several, call_format)
 
     # Only one engine serves calls, whichever the server prefers.
     return ToolsConstraint("tools", build, "auto", tools=known, beside=beside)
@@ -119,6 +123,19 @@ def may_call(
 ) -> bool:
     """Whether an answer may hold calls, so that they have to be looked for."""
     return bool(tools) and tool_choice != "none"
+
+
+def offered_names(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None
+) -> list[str]:
+    """The functions that may be called.
+
+    Raises:
+      ApiError: a choice of tools that are not there.
+    """
+    if not tools or tool_choice is None:
+        return [str(_name(tool)) for tool in tools or ()]
+    return [str(_name(tool)) for tool in _narrowed(tuple(tools), tool_choice)[0]]
 
 
 def _narrowed(
@@ -150,18 +167,29 @@ def _name(tool: Mapping[str, Any]) -> Any:
 
 
 def _document_or_calls(
-    beside: Constraint, tools: Sequence[Mapping[str, Any]], parallel: bool
+    beside: Constraint,
+    tools: Sequence[Mapping[str, Any]],
+    parallel: bool,
+    call_format: CallFormat,
 ) -> Guide:
     try:
         own = beside.build()
     except GuideError as error:
         raise beside.error(error) from error
-    calls = Guide.tools(tools, "required", parallel=parallel)
+    if own.kind in ("json", "json_schema") and not call_format.allows_json_beside:
+        _refuse(
+            beside.field,
+            f"{beside.field} asks for JSON, and so as the served model writes calls, the two could not be "
+            "told apart; leave out the tools, or set tool_choice to 'none' or 'required'",
+        )
+    calls = Guide.tools(tools, "required", parallel=parallel, form=call_format.form)
     assert calls is not None  # the choice is not "none"
     elements = [_own_format(own, beside.field), calls.document["format"]]
     tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
     guide = Guide.structural_tag(tag)
-    return guide if own.reasoning_end is None else guide.after_reasoning(own.reasoning_end)
+    if own.reasoning_end is None:
+        return guide
+    return guide.after_reasoning(own.reasoning_end, start=own.reasoning_start)
 
 
 def _own_format(own: Guide, field: str) -> dict[str, Any]:

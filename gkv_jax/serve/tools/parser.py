@@ -1,19 +1,11 @@
-"""From the text of an answer, as it is written, to what the client gets of it: text and calls.
+"""From the text of an answer, as it is written, to what the client gets of it: text and calls."""
 
-Calls are written as ``Guide.tools`` without a family has them::
-
-    <tool_call>
-    {"name": "f", "arguments": {...}}
-    </tool_call>
-"""
-
-import functools
 import re
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gkv_jax.serve.tools.arguments import ObjectScanner
+from gkv_jax.serve.tools.formats import HERMES_FORMAT, CallFormat
 
 
 @dataclass(frozen=True)
@@ -49,31 +41,6 @@ class CallEnds:
 
 AnswerEvent = TextDelta | CallBegins | CallArguments | CallEnds
 
-_NAME = "[a-zA-Z0-9_-]{1,64}"
-# Blanks may stand where JSON and habit have them, as for `grammar_host.tools.parse_tool_calls`.
-_HEAD_PARTS = (
-    *("<tool_call>", r"\s*", r"\{", r"\s*", '"name"', r"\s*", ":", r"\s*", '"', f"({_NAME})", '"'),
-    *(r"\s*", ",", r"\s*", '"arguments"', r"\s*", ":", r"\s*", r"(?=\{)"),
-)
-_TAIL_PARTS = (r"\s*", r"\}", r"\s*", "</tool_call>")
-
-
-def _begun(parts: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches a text up to its end that may become what the parts match one after the other."""
-    pieces = [
-        piece
-        for part in parts
-        # Literals letter by letter.
-        for piece in (part if re.fullmatch(r'[\w<>/":,]+', part) else (part,))
-    ]
-    return re.compile(
-        functools.reduce(lambda rest, piece: rf"{piece}(?:\Z|{rest})", reversed(pieces))
-    )
-
-
-_HEAD, _HEAD_BEGUN = re.compile("".join(_HEAD_PARTS)), _begun(_HEAD_PARTS)
-_TAIL, _TAIL_BEGUN = re.compile("".join(_TAIL_PARTS)), _begun(_TAIL_PARTS)
-
 
 class ToolCallParser:
     """Takes the calls out of a text that comes in pieces; where it is cut makes no difference.
@@ -82,21 +49,25 @@ class ToolCallParser:
     they come. Held back is only what may become the beginning of a call, the end of one, and blanks in
     front of one.
 
-    Whole calls and the text around them are those of ``grammar_host.tools.parse_tool_calls``, blanks
-    included: if there are calls, the text has none at its end, and none at its start if nothing else
-    precedes the first call. Blanks between two parts of the text are kept.
+    In Hermes' format, whole calls and the text around them are those of
+    ``grammar_host.tools.parse_tool_calls``. In all formats it is the same with blanks: if there are calls,
+    the text has none at its end, and none at its start if nothing else precedes the first call. Blanks
+    between two parts of the text are kept.
 
     A call that begins and does not end has no ``CallEnds``. If a token limit or a stop text ended the
     answer, what came of its arguments has been sent. If something else than a call follows, which only
     a text that no guide ruled does, that goes on as content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call_format: CallFormat = HERMES_FORMAT) -> None:
+        """``call_format``: how calls are written."""
+        self._format, self._reading = call_format, call_format.reading
         self._text = ""  # what is not done with
         self._sent = 0  # how much of it was sent
         self._calls = 0
         self._scanner: ObjectScanner | None = None  # inside of a call
         self._closed = False  # behind the arguments of a call
+        self._follows = False  # directly behind a call
         self._blanks = ""
         self._has_content = False
 
@@ -116,8 +87,10 @@ class ToolCallParser:
 
     def _events(self) -> Iterator[AnswerEvent]:
         before = None
-        while before != (before := (self._scanner, self._closed, len(self._text))):
-            if self._scanner is None:
+        while before != (before := (self._scanner, self._closed, self._follows, len(self._text))):
+            if self._follows:
+                yield from self._behind()
+            elif self._scanner is None:
                 yield from self._outside()
             elif not self._closed:
                 yield from self._arguments(self._scanner)
@@ -125,19 +98,34 @@ class ToolCallParser:
                 yield from self._tail(self._scanner)
 
     def _outside(self) -> Iterator[AnswerEvent]:
-        head = _HEAD.search(self._text)
+        head = self._reading.head.whole.search(self._text)
         if head is None:
-            begun = _HEAD_BEGUN.search(self._text)
+            begun = self._reading.head.begun.search(self._text)
             yield from self._content(len(self._text) if begun is None else begun.start())
             return
         yield from self._content(head.start())
         if not self._has_content:
             self._blanks = ""
-        yield CallBegins(self._calls, f"call_{secrets.token_hex(12)}", head[1])
+        yield from self._begin(head)
+
+    def _behind(self) -> Iterator[AnswerEvent]:
+        """What stands between calls and closes their list is no text."""
+        following, close = self._reading.next, self._reading.close
+        if following and (head := following.whole.match(self._text)) is not None:
+            yield from self._begin(head)
+        elif close and (end := close.whole.match(self._text)) is not None:
+            self._follows = False
+            self._consume(end.end())
+        elif not any(one.begun.match(self._text) for one in (following, close) if one):
+            self._follows = False
+
+    def _begin(self, head: re.Match[str]) -> Iterator[AnswerEvent]:
+        name = next(filter(None, head.groups()))
+        yield CallBegins(self._calls, self._format.new_id(), name)
         self._calls += 1
         self._consume(head.end() - head.start())
         self._sent = 0
-        self._scanner = ObjectScanner()
+        self._scanner, self._follows = ObjectScanner(), False
 
     def _arguments(self, scanner: ObjectScanner) -> Iterator[AnswerEvent]:
         outcome = scanner.scan(self._text)
@@ -152,12 +140,13 @@ class ToolCallParser:
             self._scanner = None
 
     def _tail(self, scanner: ObjectScanner) -> Iterator[AnswerEvent]:
-        tail = _TAIL.match(self._text, scanner.position)
+        tail = self._reading.tail.whole.match(self._text, scanner.position)
         if tail is not None:
             yield CallEnds(self._calls - 1)
             self._consume(tail.end())
             self._sent = 0
-        elif _TAIL_BEGUN.match(self._text, scanner.position):
+            self._follows = True
+        elif self._reading.tail.begun.match(self._text, scanner.position):
             return
         self._scanner, self._closed = None, False
 
@@ -236,9 +225,9 @@ class ReadAnswer:
         return cls("".join(content), tuple(calls))
 
     @classmethod
-    def read(cls, text: str) -> "ReadAnswer":
+    def read(cls, text: str, call_format: CallFormat = HERMES_FORMAT) -> "ReadAnswer":
         """Read a whole answer, exactly as a stream of it is read."""
-        parser = ToolCallParser()
+        parser = ToolCallParser(call_format)
         return cls.of([*parser.push(text), *parser.finish()])
 
     def finish_reason(self, reason: str) -> str:

@@ -254,6 +254,9 @@ def test_reasoning_is_not_part_of_the_answer(engine: Engine) -> None:
     text = json.dumps(ANSWER, separators=(",", ":"))
     assert verdict(engine, guide, f"Well. </t>{text}", ANSWER).exact
     assert not verdict(engine, guide, text, ANSWER).valid
+    perhaps = COMPACT.after_reasoning("</t>", start="<t>")
+    assert verdict(engine, perhaps, f"<t>Well. </t>{text}", ANSWER).exact
+    assert verdict(engine, perhaps, text, ANSWER).exact
     choice = Guide.choice(["yes", "no"]).after_reasoning("</t>")
     assert verdict(engine, choice, "So </t>yes", "yes") == Verdict(True, True, {"": (1, 1)})
     assert verdict(engine, choice, "So </t>ye", "yes").problem == (

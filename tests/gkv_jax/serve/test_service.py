@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from gkv_jax.serve import chats
 from gkv_jax.serve.errors import ApiError
-from gkv_jax.serve.routes import generate, responses
 from gkv_jax.serve.service import Admission, Places
 from gkv_jax.serve.tools import Conversation
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine, wait_for
@@ -140,8 +140,7 @@ def test_nothing_is_read_before_there_is_a_place(monkeypatch: pytest.MonkeyPatch
             read.append(args)
             return Conversation.of(*args, **options)
 
-    monkeypatch.setattr(generate, "Conversation", Watched)
-    monkeypatch.setattr(responses, "Conversation", Watched)
+    monkeypatch.setattr(chats, "Conversation", Watched)
     with tiny_engine(slots=1) as engine, serving(engine, LIMITS, queue_size=0) as served:
         first = served.chat(stream=True, **LONG)
         next(first)

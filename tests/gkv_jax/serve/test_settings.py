@@ -17,7 +17,7 @@ from gkv_jax import CacheSpec, UserError
 from gkv_jax.serve import process
 from gkv_jax.serve.__main__ import main
 from gkv_jax.serve.process import public_name
-from gkv_jax.serve.settings import Auth, Cors, Limits, Log, Queue, Settings, load_settings
+from gkv_jax.serve.settings import Auth, Chat, Cors, Limits, Log, Queue, Settings, load_settings
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "configs" / "serve"
@@ -48,7 +48,7 @@ def test_default_file_holds_the_defaults() -> None:
 
 def test_default_file_names_every_key() -> None:
     text = DEFAULT.read_text(encoding="utf-8")
-    tables = [Settings, CacheSpec, Limits, Queue, Auth, Cors, Log]
+    tables = [Settings, CacheSpec, Chat, Limits, Queue, Auth, Cors, Log]
     for table in tables[:1] + tables[2:]:  # a cache's keys depend on its policy
         for field in dataclasses.fields(table):
             assert re.search(rf"^(# |\[)?{field.name}\b", text, re.MULTILINE), field.name

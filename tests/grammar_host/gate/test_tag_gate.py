@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from grammar_host import Guide, GuidedBatch, UnsupportedGuideError
 from tests.grammar_host.common import (
     STOP,
+    TOOL,
     VOCAB_SIZE,
     accepts,
     bits,
@@ -136,6 +137,20 @@ def test_drafts_run_into_and_out_of_a_call():
     wrong = tokenize("<even>[3]</even>")
     assert batch.propose(0, wrong) == wrong[: len(tokenize("<even>[3"))]
     assert batch.failure(0) is None
+
+
+def test_a_special_token_begins_a_tag_as_its_text_does():
+    guide = structural_tag(tag("<|tool|>f=", EVEN, ";"), triggers=("<|tool|>",))
+    assert not compiler().compile(guide).exact
+    for begin in ([TOOL], tokenize("<|tool|>")):
+        for data, is_valid in (("[2]", True), ("[1]", False)):
+            matcher = compiler().compile(guide).matcher()
+            tokens = [*tokenize("so "), *begin, *tokenize(f"f={data};"), STOP]
+            assert all(map(matcher.accept_token, tokens)) == is_valid
+            # Every mask agrees.
+            matcher = compiler().compile(guide).matcher()
+            legal = (t in bits(mask(matcher)) and matcher.accept_token(t) for t in tokens)
+            assert all(legal) == is_valid
 
 
 def test_where_no_gate_can_stand_the_schema_is_refused_with_its_place():
