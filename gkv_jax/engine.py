@@ -179,6 +179,17 @@ class Engine:
         return cache_dtype(self._scheduler.params, self.model)
 
     @property
+    def shapes(self) -> tuple[str, ...]:
+        """What all weights are, the draft model's included: programs are compiled for it."""
+        trees, drafting = [self._scheduler.params], self._scheduler.drafting
+        specs: list[Any] = [self.model]
+        if drafting is not None:
+            trees.append(drafting.params)
+            specs += [drafting.model, drafting.spec]
+        shapes = [jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), tree) for tree in trees]
+        return tuple(map(repr, [*specs, *shapes]))
+
+    @property
     def queued(self) -> int:
         """Requests that wait for a slot."""
         return len(self._scheduler.inbox.waiting)

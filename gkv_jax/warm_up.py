@@ -35,7 +35,7 @@ def warm_up(scheduler: Scheduler, tokenizer: Any, prompt_tokens: int | None) -> 
     def serve(length: int, max_tokens: int, drafter: Drafter) -> None:
         request = Request(
             prompt=(0,) * length,
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=Sampling(max_tokens=max_tokens, logit_bias={0: 100.0}),  # the drafts are right
             stop_token_ids=frozenset(),  # nothing shall end it early
             text_stream=TextStream(tokenizer),
             drafter=drafter,
@@ -49,9 +49,11 @@ def warm_up(scheduler: Scheduler, tokenizer: Any, prompt_tokens: int | None) -> 
         serve(length, 1, Drafter(uses_model=drafts_by_model))
     # And the loops: the narrow one has run, the others run where there are drafts.
     if spec.max_drafts:
-        serve(2, 4, Drafter(sources={"warm-up": ScriptedDrafts((0,) * 4)}))
+        drafts = {"warm-up": ScriptedDrafts((0,) * 4)}
+        serve(2, 4, Drafter(sources=drafts))
         if drafts_by_model:
-            serve(2, 4, Drafter(uses_model=True))
+            # First it reads what came without it, several tokens in a pass, then one in a pass.
+            serve(2, 4 + 2 * spec.max_drafts, Drafter(sources=drafts, uses_model=True))
 
 
 def _compile_together(scheduler: Scheduler, lengths: Iterable[int]) -> None:

@@ -94,6 +94,6 @@ def _fingerprint(engine: Engine, model: str) -> str:
     software = (gkv_jax.__version__, jax.__version__, jaxlib.__version__)
     options = (os.environ.get("XLA_FLAGS"), jax.config.values["jax_default_matmul_precision"])
     machine = (device.platform, device.device_kind, platform.machine(), os.cpu_count())
-    setup = (model, str(engine.dtype), engine.spec, engine.slots, engine.loop)
+    setup = (model, engine.shapes, engine.spec, engine.slots, engine.loop)
     parts = (software, options, machine, setup)
     return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]

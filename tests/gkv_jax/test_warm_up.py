@@ -5,7 +5,9 @@ import collections
 import pytest
 
 from gkv_jax import CacheSpec, Guide, Sampling
+from gkv_jax.scheduler import Loop
 from tests.gkv_jax.serve.conftest import tiny_engine
+from tests.gkv_jax.test_engine_drafts import DRAFT_MODELS, make
 
 
 @pytest.mark.parametrize(
@@ -46,4 +48,18 @@ def test_each_program_is_compiled_once(
         prompts = ["x" * length for length in (1, 30, 60, 100, prompt_tokens or 300)]
         results = engine.generate(prompts, guide=Guide.json(), sampling=Sampling(max_tokens=3))
         assert all(result.error is None for result in results)
+        assert compiles == []
+
+
+@pytest.mark.parametrize("loop", ["host", pytest.param("device", marks=pytest.mark.full)])
+def test_a_draft_model_is_compiled_too(compiles: list[str], loop: Loop) -> None:
+    """Its passes of several tokens, after steps without it, and those of one token."""
+    with make(loop=loop, draft=DRAFT_MODELS["a smaller cache"]) as engine:
+        engine.warm_up()
+        compiles.clear()
+        prompts = ["x" * length for length in (1, 30, 60, 100)]
+        for options in ({}, {"lookup": True}, {"draft_model": False}):
+            sampling = Sampling(max_tokens=12, **options)
+            for result in engine.generate(prompts, guide=Guide.json(), sampling=sampling):
+                assert result.error is None
         assert compiles == []

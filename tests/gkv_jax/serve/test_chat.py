@@ -9,15 +9,19 @@ import logging
 import threading
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import jsonschema
 import openai
 import pytest
 from starlette.types import Message
 
-from gkv_jax import CacheSpec, Sampling
+from gkv_jax import CacheSpec, DraftModel, Engine, Sampling
 from gkv_jax.errors import EngineClosedError
+from gkv_jax.models.llama import Llama
 from gkv_jax.request import Request, RequestCancelled
 from gkv_jax.serve import generation
+from gkv_jax.serve.app import _fingerprint
 from gkv_jax.serve.errors import ApiError, RequestTimeout
 from gkv_jax.serve.replies.chat import ChatReply
 from gkv_jax.serve.replies.completions import CompletionReply
@@ -26,6 +30,7 @@ from gkv_jax.serve.replies.responses import ResponsesReply
 from gkv_jax.serve.settings import Limits
 from grammar_host import DeadEndError, Guide
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving, tiny_engine, wait_for
+from tests.gkv_jax.tiny import byte_tokenizer, random_params, text_config
 
 # Keys in an order that sorting would change; a finite language, so that any model ends it.
 SCHEMA = {
@@ -471,15 +476,27 @@ def test_a_client_that_left_before_the_first_event_frees_its_slot() -> None:
 
 
 def test_fingerprint_changes_with_what_changes_results() -> None:
-    def fingerprint(cache: CacheSpec, slots: int) -> str:
-        with tiny_engine(cache, slots) as engine, serving(engine, LIMITS) as served:
-            return served.chat(max_tokens=1).system_fingerprint
+    model, params = Llama(text_config()), random_params(text_config())
+    cache = CacheSpec(sinks=4, window=60, max_drafts=3)
 
-    cache = CacheSpec(sinks=4, window=60)
-    same = fingerprint(cache, 1)
-    assert fingerprint(cache, 1) == same
-    assert fingerprint(cache, 2) != same
-    assert fingerprint(CacheSpec(sinks=3, window=61), 1) != same
+    def fingerprint(**options: Any) -> str:
+        options = {"params": params, "cache": cache, "slots": 1} | options
+        with Engine(model, tokenizer=byte_tokenizer(), **options) as engine:
+            return _fingerprint(engine, "m")
+
+    same = fingerprint()
+    assert fingerprint(params=random_params(text_config(), seed=1)) == same
+    others = [
+        {"slots": 2},
+        {"cache": CacheSpec(sinks=3, window=61, max_drafts=3)},
+        {"loop": "host"},
+        {"params": model.quantize(params)},
+        {"params": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)},
+        {"draft": DraftModel(model, params, byte_tokenizer())},
+    ]
+    found = {fingerprint(**other) for other in others}
+    assert len(found) == len(others)
+    assert same not in found
 
 
 def test_after_warm_up_no_prompt_compiles_anything(compiles: list[str]) -> None:
