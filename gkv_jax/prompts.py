@@ -17,6 +17,18 @@ Prompt = str | Sequence[Message] | Sequence[int]
 """A text to continue, chat messages, or token ids."""
 
 
+_REFUSALS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a chat template may run into with values that it was not made for: it is a program."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptReader:
     """Prompts into tokens.
@@ -125,15 +137,13 @@ class PromptReader:
                 tokenizer_kwargs={"verbose": False},
                 **template,
             )
-        except (jinja2.TemplateError, KeyError, TypeError, AttributeError, ValueError) as error:
-            if template:
-                raise UserError(
-                    f"prompt: the chat template refuses the messages or {', '.join(template)} ({error}); "
-                    "each message needs 'role' and 'content'"
-                ) from error
+        except (jinja2.TemplateError, *_REFUSALS) as error:
+            reason = str(error) or type(error).__name__
+            what = f"the messages or {', '.join(template)}" if template else "the messages"
             raise UserError(
-                f"prompt: the chat template refuses the messages ({error}); each needs "
-                "'role' and 'content'"
+                f"prompt: the chat template refuses {what} ({reason}); each message needs 'role' and "
+                "'content', and what this template does not take, another role or an order of turns, goes "
+                "into turns that it takes: user and assistant, one after the other"
             ) from error
 
 

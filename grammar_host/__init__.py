@@ -12,6 +12,7 @@ loaded when the first guide is compiled.
 from grammar_host.backends import SERVED_BACKENDS
 from grammar_host.batch import GuidedBatch, SlotCounters
 from grammar_host.bitmask import allocate_token_bitmask, bitmask_words
+from grammar_host.call_forms import CALL_FORMS, CallForm
 from grammar_host.compiler import Grammar, GrammarCompiler
 from grammar_host.errors import (
     CompileCrashError,
@@ -32,7 +33,9 @@ from grammar_host.matcher import GrammarMatcher
 from grammar_host.tokenizer import TokenizerInfo
 
 __all__ = [
+    "CALL_FORMS",
     "SERVED_BACKENDS",
+    "CallForm",
     "CompileCrashError",
     "CompileServiceError",
     "CompileTimeoutError",

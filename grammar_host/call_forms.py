@@ -147,7 +147,7 @@ MISTRAL_ARGS = CallForm(
     trigger="[TOOL_CALLS]",
     token="[TOOL_CALLS]",
 )
-"""That of Mistral's tokenizers since version 11."""
+"""That of Mistral's tokenizers since version 11, some of which have an id in front of `[ARGS]`."""
 
 CALL_FORMS: Mapping[CallFormName, CallForm] = MappingProxyType(
     {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": MISTRAL_ARGS}

@@ -27,6 +27,7 @@ from grammar_host.errors import (
 from grammar_host.gate import Closers, with_gate, with_tag_gate
 from grammar_host.guide import Guide
 from grammar_host.matcher import GrammarMatcher
+from grammar_host.named_tokens import named_special_tokens
 from grammar_host.optional_reasoning import with_optional_reasoning
 from grammar_host.plan import AUTO, FIRST_ENGINE, EngineNotLoaded, Plan, Planner
 from grammar_host.reasoning import may_begin_with_blank, with_reasoning
@@ -84,7 +85,7 @@ class Grammar:
         memory_bytes: approximate size.
         tokenizer_info: the vocabulary that it was compiled for.
         owns_blanks: behind reasoning, whether blanks between it and the answer may be the answer's:
-            they are if it may begin with one.
+            they are if it may begin with one. Not of JSON, where they mean nothing.
     """
 
     guide: Guide
@@ -406,8 +407,10 @@ class GrammarCompiler:
             planned = time.perf_counter()
             compiled = self._planner.compile(plan)
         new_matcher = self._gated(plan, compiled)
-        owns_blanks = guide.reasoning_end is not None and may_begin_with_blank(
-            new_matcher, self._tokenizer_info, guide.reasoning_end
+        owns_blanks = (
+            guide.reasoning_end is not None
+            and guide.kind not in ("json", "json_schema")
+            and may_begin_with_blank(new_matcher, self._tokenizer_info, guide.reasoning_end)
         )
         new_matcher = self._behind_reasoning(guide, new_matcher)
         # The texts live as long as the grammar.
@@ -437,7 +440,11 @@ class GrammarCompiler:
             new_matcher = with_gate(new_matcher, document, self._tokenizer_info, self._closers)
         if plan.tags:
             schemas = {begin: json.loads(document) for begin, document in plan.tags}
-            new_matcher = with_tag_gate(new_matcher, schemas, self._tokenizer_info, self._closers)
+            info = self._tokenizer_info
+            named = named_special_tokens(plan.guide, info)
+            new_matcher = with_tag_gate(
+                new_matcher, schemas, info, self._closers, special_tokens=named
+            )
         return new_matcher
 
     def _behind_reasoning(self, guide: Guide, new_matcher: NewMatcher) -> NewMatcher:

@@ -192,9 +192,12 @@ class Guide:
             family: how the model writes calls: one of `grammar_host.tools.FAMILIES`, which are
                 XGrammar's; None: in a form. No family's tags include reasoning: see
                 `after_reasoning`.
-            form: how the model writes calls; None: as `{"name": ..., "arguments": {...}}` in
-                `<tool_call>` tags, Hermes' form, which `grammar_host.tools.parse_tool_calls` reads
-                back.
+            form: how the model writes calls: one of `grammar_host.CALL_FORMS`, or one of your own;
+                None: as `{"name": ..., "arguments": {...}}` in `<tool_call>` tags, Hermes' form,
+                which `grammar_host.tools.parse_tool_calls` reads back. Where a form and a family
+                have the same name, they differ: with `"auto"`, the form `"llama"` takes text for a
+                call only if it names a function, and knows `<|python_tag|>` and `"type":
+                "function"`; the family takes any `{"name": ` for one.
 
         Returns:
             None if nothing is to be enforced (`tool_choice="none"`).

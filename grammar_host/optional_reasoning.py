@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from grammar_host.backends.base import EngineMatcher, NewMatcher
 from grammar_host.bitmask import token_row
 from grammar_host.errors import InvalidGuideError
-from grammar_host.reasoning import BLANKS, texts_and_tag, with_reasoning
+from grammar_host.reasoning import BLANKS, require_end_tag, texts_and_tag, with_reasoning
 from grammar_host.tokenizer import TokenizerInfo
 
 
@@ -36,8 +36,8 @@ def with_optional_reasoning(
         InvalidGuideError: of `reasoning_end` or `reasoning_start`: the vocabulary cannot write the tag.
             Raised by the matchers' factory, too, if a request's own stop tokens make it impossible.
     """
+    require_tags(tokenizer_info, start, end)
     opening = _opening_tag(tokenizer_info, start)
-    opening.require_writable(frozenset(tokenizer_info.stop_token_ids))
     new_reasoning = with_reasoning(new_matcher, tokenizer_info, end)
 
     def new_optional(stop_token_ids: frozenset[int]) -> EngineMatcher:
@@ -47,6 +47,21 @@ def with_optional_reasoning(
         )
 
     return new_optional
+
+
+def require_tags(tokenizer_info: TokenizerInfo, start: str, end: str) -> None:
+    """Refuses tags that no guide of that vocabulary can be behind.
+
+    Args:
+        tokenizer_info: the vocabulary; its stop tokens are all that a request has.
+        start: as for `with_optional_reasoning`.
+        end: likewise.
+
+    Raises:
+        InvalidGuideError: of `reasoning_end` or `reasoning_start`: the vocabulary cannot write the tag.
+    """
+    _opening_tag(tokenizer_info, start).require_writable(frozenset(tokenizer_info.stop_token_ids))
+    require_end_tag(tokenizer_info, end)
 
 
 @functools.lru_cache(maxsize=8)

@@ -43,14 +43,20 @@ def with_reasoning(new_matcher: NewMatcher, tokenizer_info: TokenizerInfo, end: 
         InvalidGuideError: of `reasoning_end`: the vocabulary cannot write the tag. Raised by the
             matchers' factory, too, if a request's own stop tokens make it impossible.
     """
+    require_end_tag(tokenizer_info, end)
     reasoning_end = _reasoning_end(tokenizer_info, end)
-    reasoning_end.require_writable(frozenset(tokenizer_info.stop_token_ids))
 
     def new_reasoning_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
         reasoning_end.require_writable(stop_token_ids)
         return ReasoningMatcher(new_matcher(stop_token_ids), reasoning_end, stop_token_ids)
 
     return new_reasoning_matcher
+
+
+def require_end_tag(tokenizer_info: TokenizerInfo, end: str) -> None:
+    """Raises InvalidGuideError, of `reasoning_end`, if the vocabulary cannot write the tag."""
+    stops = frozenset(tokenizer_info.stop_token_ids)
+    _reasoning_end(tokenizer_info, end).require_writable(stops)
 
 
 def may_begin_with_blank(new_matcher: NewMatcher, tokenizer_info: TokenizerInfo, end: str) -> bool:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from grammar_host.call_forms import HERMES, CallForm
+from grammar_host.call_forms import HERMES, CallForm, CallFormName
+from grammar_host.call_patterns import call_patterns
 from grammar_host.errors import GuideError, InvalidGuideError, UnsupportedGuideError
 from grammar_host.guide import Guide
 from grammar_host.tags import embedded_schemas, may_be_empty
@@ -42,12 +43,6 @@ _Mode = Literal["none", "auto", "required", "named"]
 
 _MODES: tuple[_Mode, ...] = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-# Looser than what a guide writes, so that the calls of an unguided model are found, too.
-_HEAD = re.compile(
-    r'<tool_call>\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*(?=\{)'
-)
-_TAIL = re.compile(r"\s*\}\s*</tool_call>")
 
 
 class _Tool(NamedTuple):
@@ -124,31 +119,44 @@ def tools_error(error: GuideError, guide: Guide, tools: Sequence[Mapping[str, An
     return type(error)("tools", error.reason)
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Takes the calls out of a text that was written in Hermes' form.
+def parse_tool_calls(
+    text: str, form: CallFormName = "hermes", names: Sequence[str] | None = None
+) -> tuple[str, list[ToolCall]]:
+    """Takes the calls out of a text.
 
     Args:
-        text: the answer. A call that is cut off (by a token limit) is no call.
+        text: the answer, special tokens included. A call that is cut off (by a token limit) is no
+            call; if it is cut off before its arguments, directly behind another, it is no text.
+        form: how they are written.
+        names: for `"llama"`, the functions that there are: JSON with another name is text.
 
     Returns:
         The text outside of the calls, and the calls in their order. If there are calls, the text
         has no blanks at its end, and none at its start if nothing else precedes the first call: so
         a stream, which learns of the calls when they come, has the same text.
     """
+    patterns = call_patterns(form, None if names is None else tuple(names))
     calls: list[ToolCall] = []
     content: list[str] = []
-    written = 0
-    position = 0
-    while (head := _HEAD.search(text, position)) is not None:
+    written, follows = 0, False
+    head = patterns.head.whole.search(text)
+    while head is not None:
         end = _json_end(text, head.end())
-        tail = None if end is None else _TAIL.match(text, end)
+        tail = None if end is None else patterns.tail.whole.match(text, end)
         if tail is None:
-            position = head.end()
+            head = patterns.head.whole.search(text, head.end())
             continue
-        calls.append(ToolCall(head[1], text[head.end() : end]))
+        name = next(filter(None, head.groups()))
+        calls.append(ToolCall(name, text[head.end() : end]))
         content.append(text[written : head.start()])
-        written = position = tail.end()
-    content.append(text[written:])
+        written = tail.end()
+        head = patterns.next.whole.match(text, written)
+        if head is None:
+            close = patterns.close and patterns.close.whole.match(text, written)
+            written, follows = (close.end(), False) if close else (written, True)
+            head = patterns.head.whole.search(text, written)
+    if not follows or not patterns.may_follow(text, written):
+        content.append(text[written:])
     outside = "".join(content)
     if not calls:
         return outside, calls

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from gkv_jax.errors import UserError
 from gkv_jax.request import Result
 from grammar_host import Grammar, Guide
+from grammar_host.reasoning import BLANKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +95,26 @@ class Judge:
         return None if matcher.is_completed() else "it ends before the guide allows an end"
 
     def _thinks(self, result: Result, start: str | None) -> bool:
-        """Whether there is reasoning, which only a start tag leaves open."""
-        if start is None or result.text.lstrip().startswith(start):
+        """Whether there is reasoning, which only a start tag leaves open.
+
+        Blanks may precede the tag where the answer may begin with them, as the grammar has it.
+        """
+        if start is None:
             return True
-        token = self.tokenizer.convert_tokens_to_ids(start)
-        return result.tokens[:1] == (token,)
+        info, matcher = self.grammar.tokenizer_info, self.grammar.matcher()
+        for token in result.tokens:
+            if info.special_tokens.get(token) == start:
+                return True
+            text = info.vocabulary[token]
+            if not text or text[0] not in BLANKS:
+                break
+            if not matcher.accept_token(token):
+                return False
+            if text.strip(BLANKS):
+                break
+        if start in info.special_tokens.values():
+            return False  # only the token counts
+        return result.text.lstrip(BLANKS.decode()).startswith(start)
 
     def _behind(self, result: Result, end: str) -> str:
         """The text behind the tag that ends the reasoning; empty where there is no tag."""

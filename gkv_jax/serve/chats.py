@@ -7,19 +7,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from gkv_jax.errors import UserError
-from gkv_jax.serve.errors import ApiError
+from gkv_jax.serve.errors import ApiError, logger
 from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.reasoning import Phase, Tags
 from gkv_jax.serve.settings import Chat
 from gkv_jax.serve.template import ChatTemplate
-from gkv_jax.serve.tools import Conversation, ToolChoice
+from gkv_jax.serve.tools import Conversation, ServedFormat, ToolChoice
 from grammar_host import Grammar
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates let the model think, or not."""
-
-_EXACT_TEXTS = ("regex", "grammar", "lark", "choice")
-"""Kinds of guides under which a blank at the beginning may be called for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +40,9 @@ class Reading:
         """What special tokens write in the text of the answer."""
         return {} if self.tags is None or self.phase == "none" else self.tags.marks
 
-    def under(self, grammar: Grammar | None) -> "Reading":
-        """The same under a grammar."""
-        if grammar is None or grammar.guide.kind not in _EXACT_TEXTS:
+    def under(self, grammar: Grammar | None, *, may_call: bool) -> "Reading":
+        """The same under a grammar. One that was made for calls owns no blanks."""
+        if grammar is None or may_call:
             return self
         return dataclasses.replace(self, keeps_blanks=grammar.owns_blanks)
 
@@ -61,6 +58,7 @@ class ChatReader:
 
     Attributes:
       tags: those around the model's reasoning; None if none is told apart.
+      tool_format: how the model writes calls; None if tools are refused.
     """
 
     def __init__(self, tokenizer: Any, chat: Chat) -> None:
@@ -75,6 +73,10 @@ class ChatReader:
         """
         self._tokenizer, self._defaults = tokenizer, chat.template_kwargs
         self._tool_format = chat.tool_format
+        served = ServedFormat.of(tokenizer, chat.tool_format)
+        self.tool_format = served.name
+        if served.note:
+            logger.warning("%s", served.note)
         self.tags = Tags.of(chat.reasoning, tokenizer)
         both = [ChatTemplate.of(tokenizer, tools=tools) for tools in (False, True)]
         ChatTemplate("", both[0].variables | both[1].variables).check(
@@ -105,7 +107,7 @@ class ChatReader:
         leaves_out = False
         if not self._template(tools=bool(tools)).reads_reasoning:
             for index, turn in enumerate(turns):
-                if turn.pop("reasoning_content", None) is None:
+                if not turn.pop("reasoning_content", None):  # an empty one says nothing
                     continue
                 if self.tags is None:
                     path = f"messages.{index}.reasoning_content"

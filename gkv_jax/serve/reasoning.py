@@ -8,13 +8,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from gkv_jax.errors import UserError
 from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.settings import AUTO, OFF, USUAL_TAGS, read_tags
 from gkv_jax.text import TextStream
-from grammar_host import Guide
+from grammar_host import Guide, GuideError
+from grammar_host.optional_reasoning import require_tags
+from grammar_host.reasoning import BLANKS
+from grammar_host.tokenizer import TokenizerInfo
 
 Phase = Literal["none", "possible", "begun"]
 """Whether an answer holds reasoning: it cannot, it does if it begins with the tag, or it begins inside."""
+
+_BLANKS = BLANKS.decode()
+"""What grammars take for blanks: no others are stripped, so that what is left obeys."""
 
 _TAIL = 32
 """Last tokens of a prompt, among which the tag of an opening of an answer is."""
@@ -73,9 +80,25 @@ class Tags:
             _END_MARK if _END_MARK in marks else self.end,
         )
 
+    def check(self, tokenizer_info: TokenizerInfo) -> None:
+        """Whether a model can write both.
+
+        Args:
+          tokenizer_info: the model's vocabulary, with the stop tokens of its generations.
+
+        Raises:
+          UserError: it cannot.
+        """
+        try:
+            require_tags(tokenizer_info, self.start, self.end)
+        except GuideError as error:
+            raise UserError(
+                f"chat.reasoning: {error.reason}; name other tags, or write {OFF!r}"
+            ) from error
+
     def phase(self, prompt: Sequence[int], tokenizer: Any) -> Phase:
         """What a prompt's end says of the answer."""
-        tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+        tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip(_BLANKS)
         if tail.endswith(self.start):
             return "begun"
         return "none" if tail.endswith(self.end) else "possible"
@@ -138,11 +161,10 @@ class ReasoningReader:
             return "", self._clean(text)
         if self.ended:
             return "", ""
-        text = text.rstrip()
-        return self._clean(text if self._is_told else text.lstrip()), ""
+        return self._clean(text.rstrip(_BLANKS) if self._is_told else text.strip(_BLANKS)), ""
 
     def _begin(self) -> None:
-        text = self._text.lstrip()
+        text = self._text.lstrip(_BLANKS)
         if text.startswith(self._start):
             self._text, self._begins, self.found = text[len(self._start) :], False, True
         elif not self._start.startswith(text):
@@ -151,20 +173,20 @@ class ReasoningReader:
     def _reason(self) -> str:
         text, end = self._text, self._text.find(self._end)
         if end >= 0:
-            told, self._text = text[:end].rstrip(), text[end + len(self._end) :]
+            told, self._text = text[:end].rstrip(_BLANKS), text[end + len(self._end) :]
             self.ended, self._behind = True, not self._keeps_blanks
         else:
-            told = text[: len(text) - _overlap(text, self._end)].rstrip()
+            told = text[: len(text) - _overlap(text, self._end)].rstrip(_BLANKS)
             self._text = text[len(told) :]
         if not self._is_told:
-            told = told.lstrip()
+            told = told.lstrip(_BLANKS)
         self._is_told = self._is_told or bool(told)
         return self._clean(told)
 
     def _answer(self) -> str:
         text = self._text
         if self._behind:
-            text = text.lstrip()
+            text = text.lstrip(_BLANKS)
             self._behind = not text
         self._text = ""
         return self._clean(text)
@@ -182,24 +204,43 @@ def _overlap(text: str, tag: str) -> int:
 
 
 class ReasoningTokens:
-    """Counts the tokens of the reasoning, its tags included, as they come.
+    """Counts the tokens of the reasoning as they come, and those of blanks that are left out behind it.
 
     Attributes:
-      count: so far, those that may turn out to be the answer's included until that is clear.
+      count: tokens of the reasoning, its tags included. Until it is clear that there is any, those that may
+        turn out to be the answer's are among them.
+      before: tokens before the first one of the answer: ``count``, and those of the blanks.
+      is_certain: whether the answer has begun, so that neither changes any more.
     """
 
-    def __init__(self, tags: Tags, phase: Phase, tokenizer: Any) -> None:
+    def __init__(
+        self, tags: Tags, phase: Phase, tokenizer: Any, *, keeps_blanks: bool = False
+    ) -> None:
         self._stream = TextStream(tokenizer, marks=tags.marks)
-        self._reader = ReasoningReader(tags, phase)
-        self.count = 0
+        self._reader = ReasoningReader(tags, phase, keeps_blanks=keeps_blanks)
+        self._open = 0  # tokens of a character that is not whole yet
+        self.count = self.before = 0
+        self.is_certain = False
 
     def push(self, token: int) -> None:
         """The next token."""
-        if not self._reader.ended:
-            self._reader.push(self._stream.push(token))
-            self.count = 0 if self._reader.is_plain else self.count + 1
+        if self.is_certain:
+            return
+        is_reasoning = not self._reader.ended
+        text = self._stream.push(token)
+        _, answer = self._reader.push(text)
+        self.is_certain = bool(answer) or self._reader.is_plain
+        if self._reader.is_plain:
+            self.count = self.before = 0
+        elif is_reasoning:
+            self.count = self.before = self.count + 1
+        elif not answer:
+            self._open += 1
+            if text:
+                self.before, self._open = self.before + self._open, 0
 
     def finish(self) -> None:
         """Nothing more will come."""
+        self.is_certain = True
         if not self._reader.found:
-            self.count = 0
+            self.count = self.before = 0

@@ -1,6 +1,7 @@
 """From a request that is well-formed to an answer under way: what all generating routes share."""
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import threading
@@ -180,6 +181,9 @@ class Service:
         self.engine, self.model, self.limits = engine, model, limits
         self.metrics, self.admission = metrics, admission
         self.chats = ChatReader(engine.tokenizer, chat)
+        if self.chats.tags is not None:
+            with contextlib.suppress(GrammarError):  # no guide at all: requests are told so
+                self.chats.tags.check(engine.compiler.tokenizer_info)
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError unless this model is served; None takes the one that there is."""

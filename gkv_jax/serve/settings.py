@@ -11,6 +11,7 @@ from gkv_jax.cache import CacheSpec
 from gkv_jax.drafts.widths import Verify
 from gkv_jax.engine import Loop, Quantization
 from gkv_jax.errors import UserError
+from grammar_host import Guide, GuideError
 from grammar_host.call_forms import CallFormName
 
 T = TypeVar("T")
@@ -295,7 +296,7 @@ def read_tags(setting: str) -> tuple[str, str]:
     """Both tags that ``chat.reasoning`` names.
 
     Raises:
-      UserError: they are not two.
+      UserError: they are not two, or no guide can be behind them.
     """
     tags = setting.split()
     if len(tags) != 2 or tags[0] == tags[1]:
@@ -303,6 +304,12 @@ def read_tags(setting: str) -> tuple[str, str]:
             f"chat.reasoning is {setting!r}; write 'auto', 'off', or the two tags that the model writes, "
             f"as in {USUAL_TAGS!r}"
         )
+    try:
+        Guide.json().after_reasoning(tags[1], start=tags[0])
+    except GuideError as error:
+        raise UserError(
+            f"chat.reasoning is {setting!r}: {error.param}: {error.reason}; name other tags"
+        ) from error
     return tags[0], tags[1]
 
 

@@ -117,9 +117,11 @@ def _is_fit(value: Any, levels: int = _MAX_NESTING) -> bool:
             return b"\0" not in value.encode()
         except UnicodeEncodeError:
             return False
-    inner: Iterable[Any] = ()
+    inner: Iterable[Any]
     if isinstance(value, Mapping):
         inner = itertools.chain(value.keys(), value.values())
     elif isinstance(value, list):
         inner = value
+    else:
+        return True
     return levels > 0 and all(_is_fit(each, levels - 1) for each in inner)

@@ -66,6 +66,13 @@ class Print(NamedTuple):
         size = path.stat().st_size
         return cls(size, zlib.crc32(path.read_bytes()) if size <= _CHECKSUM_BYTES else None)
 
+    def is_of(self, path: Path) -> bool:
+        """Whether a file is there, can be read, and is what it must be."""
+        try:
+            return path.is_file() and self == Print.of(path)
+        except OSError:
+            return False
+
 
 def save(
     folder: str | Path,
@@ -330,14 +337,10 @@ def _read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{path} is damaged ({type(error).__name__}: {error}); copy or convert the model again"
         ) from error
-    wrong = [
-        name
-        for name, wanted in manifest.files.items()
-        if not (folder / name).is_file() or Print.of(folder / name) != wanted
-    ]
+    wrong = [name for name, wanted in manifest.files.items() if not wanted.is_of(folder / name)]
     if wrong:
         raise UserError(
-            f"{folder} is incomplete or damaged: {listed(wrong)} missing or changed; "
+            f"{folder} is incomplete or damaged: {listed(wrong)} missing, unreadable or changed; "
             "copy or convert it again"
         )
     return manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -43,13 +43,12 @@ class Tags:
         Args:
             schemas: from the text that begins a tag to the `Schema.document` of the JSON behind it.
             closers: of the vocabulary.
-            special_tokens: id → name of the vocabulary's special tokens. Those whose names a tag
-                begins with may be written for them.
+            special_tokens: id → name of the special tokens that the engine takes for their names,
+                wherever those may be written: also inside of the JSON.
         """
         vocabulary = list(closers.vocabulary)
         for token, name in special_tokens.items():
-            if name and any(name in begin for begin in schemas):
-                vocabulary[token] = name.encode()
+            vocabulary[token] = name.encode()
         self.vocabulary = tuple(vocabulary)
         self._closers = closers
         self._rules = {begin.encode(): Rules(document) for begin, document in schemas.items()}
@@ -64,7 +63,8 @@ class Tags:
             for token, text in enumerate(self.vocabulary)
             if any(last in text[:-1] for last in last_bytes)
         ]
-        self._beginning = token_row(beginning, len(self.vocabulary))
+        # The closers know special tokens without a text: those few are examined everywhere.
+        self._beginning = token_row({*beginning, *special_tokens}, len(self.vocabulary))
 
     def candidates(self, state: _State, text: bytes) -> NDArray[np.int32]:
         """int32 [W], read-only: the tokens that may finish something behind a text."""
@@ -177,6 +177,8 @@ def with_tag_gate(
     schemas: Mapping[str, Any],
     tokenizer_info: TokenizerInfo,
     closers: Closers | None = None,
+    *,
+    special_tokens: Iterable[int] = (),
 ) -> NewMatcher:
     """Puts a gate in front of every matcher of a structural tag.
 
@@ -185,8 +187,10 @@ def with_tag_gate(
         schemas: from the text that begins a tag to the `Schema.document` of the JSON behind it.
         tokenizer_info: the vocabulary.
         closers: of the same vocabulary; None makes them.
+        special_tokens: those that the engine takes for their names (`named_special_tokens`).
     """
-    tags = Tags(schemas, closers or Closers(tokenizer_info), tokenizer_info.special_tokens)
+    names = {token: tokenizer_info.special_tokens[token] for token in special_tokens}
+    tags = Tags(schemas, closers or Closers(tokenizer_info), names)
 
     def new_gated_matcher(stop_token_ids: frozenset[int]) -> EngineMatcher:
         return GatedTagMatcher(new_matcher(stop_token_ids), tags, stop_token_ids)

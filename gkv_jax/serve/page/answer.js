@@ -12,6 +12,8 @@ export const SOURCES = {
 };
 const COLORS = { model: "--draft" };
 const PARTIAL = "\ufffd"; // part of a character
+const NEARBY = 16; // characters of what is written that no token is found for
+const AHEAD = 32; // tokens that are looked at for the end of a character
 const SCALE = 30; // pixels for the numbers beside the columns
 
 export class Answer {
@@ -110,16 +112,20 @@ export class Answer {
     while (this.#settled < this.tokens.length) {
       const first = this.tokens[this.#settled];
       if (!first.text.includes(PARTIAL)) {
-        const found = this.#written.startsWith(first.text, this.#read);
-        this.#read += found ? first.text.length : 0;
+        this.#read = this.#find(first.text, NEARBY)?.end ?? this.#read;
         this.#settled++;
         continue;
       }
       let end = this.#settled;
-      while (this.tokens[end]?.text.includes(PARTIAL)) end++;
-      const next = this.tokens[end];
-      const until = next ? this.#written.indexOf(next.text, this.#read) : this.#written.length;
-      if (!ended && (!next || until < 0)) return;
+      let longest = 0;
+      while (this.tokens[end]?.text.includes(PARTIAL)) longest += this.tokens[end++].text.length;
+      // The next ones may be of what the server leaves out: a tag, blanks.
+      const ahead = this.tokens.slice(end, end + AHEAD);
+      let until = -1;
+      for (const { text } of ahead) until = until < 0 ? this.#find(text, 2 * longest)?.start ?? -1 : until;
+      if (until < 0 && !ended && ahead.length < AHEAD) return;
+      const left = this.#written.length - this.#read;
+      if (until < 0 && left <= 2 * longest) until = this.#written.length;
       for (let i = this.#settled; i < end; i++) {
         this.tokens[i].span.textContent = "·";
         this.tokens[i].span.classList.add("part");
@@ -132,6 +138,18 @@ export class Answer {
       }
       this.#settled = end;
     }
+  }
+
+  /** Where a token is written, at most so many characters on. Blanks at its ends may be left out. */
+  #find(text, most) {
+    const lean = text.replace(/^[ \t\n\r]+/, "");
+    const parts = [text, lean, lean.replace(/[ \t\n\r]+$/, "")].filter((part) => part !== "");
+    const near = this.#written.slice(this.#read, this.#read + most + text.length);
+    let found = parts.find((part) => near.startsWith(part));
+    if (lean !== "") found ??= parts.find((part) => near.includes(part));
+    if (found === undefined) return null;
+    const start = this.#read + near.indexOf(found);
+    return { start, end: start + found.length };
   }
 
   #show(token) {

@@ -40,7 +40,7 @@ class Message(Strict):
         if values.get("role") == "assistant":
             if values.get("tool_calls") == []:
                 values = _without(values, "tool_calls")
-            if values.get("tool_calls") or values.get("reasoning_content"):
+            if values.get("tool_calls") or values.get("reasoning_content") is not None:
                 return {"content": None} | values
         # Older clients name the function here, too; the call that tool_call_id names has it.
         if values.get("role") == "tool" and isinstance(values.get("name"), str):

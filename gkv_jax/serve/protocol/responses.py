@@ -405,14 +405,17 @@ class ResponsesRequest(Strict, Sampled, Constrained):
         """The conversation, in the form of chat completions."""
         return Turns.of(self.instructions, self.input)
 
-    def echo(self) -> dict[str, Any]:
-        """What an answer repeats of its request, with the defaults of what was not said."""
+    def echo(self, *, parallel_tool_calls: bool = True) -> dict[str, Any]:
+        """What an answer repeats of its request, with the defaults of what was not said.
+
+        ``parallel_tool_calls`` is what the model is held to.
+        """
         form = self.text.format if self.text else None
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
-            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "parallel_tool_calls": parallel_tool_calls,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": self.effort, "summary": None},
             "safety_identifier": self.safety_identifier,

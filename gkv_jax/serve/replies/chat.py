@@ -177,8 +177,9 @@ class ChatReply:
         told = parts.push(result.text, result.tokens, result.logprobs or ())
         rest = parts.finish()
         text, nothing = told.text + rest.text, "" if parts.has_answer else None
+        thoughts = [part.reasoning for part in (told, rest) if part.reasoning is not None]
         message: dict[str, Any] = {
-            "reasoning_content": told.reasoning + rest.reasoning or None,
+            "reasoning_content": "".join(thoughts) if thoughts else None,
             "content": text or nothing,
         }
         reason: str = result.finish_reason
@@ -223,11 +224,14 @@ class ChatReply:
         if part.logprobs:
             extra["logprobs"] = for_chat(part.logprobs, self._texts)
         deltas = self._deltas(index, part)
-        if not deltas and (extra or gkv):
-            deltas = [{"content": ""}]
+        # Log-probabilities are of what follows the reasoning, a trace of both.
+        place = sum("reasoning_content" in delta for delta in deltas)
+        if (extra and place == len(deltas)) or (gkv and not deltas):
+            deltas.append({"content": ""})
         for number, delta in enumerate(deltas):
-            # Log-probabilities and trace once, with the first chunk of the piece.
-            yield self._chunk(index, delta, None, *((extra, gkv) if number == 0 else ({}, {})))
+            yield self._chunk(
+                index, delta, None, extra if number == place else {}, gkv if number == 0 else {}
+            )
 
     def end(self, index: int, result: Result) -> Iterable[SseEvent]:
         """The chunk with the finish reason."""
@@ -257,10 +261,14 @@ class ChatReply:
         return Usage.of(results, len(results), reasoning_tokens)
 
     def _deltas(self, index: int, part: Part) -> list[dict[str, Any]]:
-        deltas = [{"reasoning_content": part.reasoning}] if part.reasoning else []
+        deltas: list[dict[str, Any]] = []
+        if part.reasoning is not None:
+            deltas.append({"reasoning_content": part.reasoning})
         if self._has_tools:
             return deltas + self._of_events(index, self._parser(index).push(part.text))
-        return [*deltas, {"content": part.text}] if part.text else deltas
+        if part.text:
+            deltas.append({"content": part.text})
+        return deltas
 
     def _of_events(self, index: int, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
         self._told.setdefault(index, []).extend(events)

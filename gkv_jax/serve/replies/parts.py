@@ -13,12 +13,12 @@ class Part:
     """What is certain after a piece of an answer.
 
     Attributes:
-      reasoning: more of the reasoning.
+      reasoning: more of the reasoning; an empty text, once, if all of it is empty, and None if there is none.
       text: more of what follows it.
-      logprobs: of the tokens that follow it.
+      logprobs: of the tokens that write this text.
     """
 
-    reasoning: str
+    reasoning: str | None
     text: str
     logprobs: tuple[TokenLogprobs, ...]
 
@@ -32,14 +32,19 @@ class AnswerParts:
             self._reader = ReasoningReader(
                 reading.tags, reading.phase, keeps_blanks=reading.keeps_blanks
             )
-            self._tokens = ReasoningTokens(reading.tags, reading.phase, reading.tokenizer)
+            self._tokens = ReasoningTokens(
+                reading.tags, reading.phase, reading.tokenizer, keeps_blanks=reading.keeps_blanks
+            )
         self._held: list[TokenLogprobs] = []
-        self._is_told = False
+        self._is_told = False  # the first of them
+        self._has_thought = False  # which was told
 
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of the reasoning, its tags included; certain at the end."""
-        return 0 if self._reader is None else self._tokens.count
+        if self._reader is None or self._reader.is_plain:
+            return 0
+        return self._tokens.count
 
     @property
     def has_answer(self) -> bool:
@@ -51,22 +56,29 @@ class AnswerParts:
     ) -> Part:
         """The next piece: ``text`` is final, ``tokens`` may be ahead of it."""
         if self._reader is None:
-            return Part("", text, tuple(logprobs))
+            return Part(None, text, tuple(logprobs))
         self._held += logprobs
         for token in tokens:
             self._tokens.push(token)
-        return self._part(*self._reader.push(text))
+        return self._part(self._reader, *self._reader.push(text))
 
     def finish(self) -> Part:
         """The rest, once nothing more will come."""
         if self._reader is None:
-            return Part("", "", ())
+            return Part(None, "", ())
         self._tokens.finish()
-        return self._part(*self._reader.finish())
+        return self._part(self._reader, *self._reader.finish(), is_last=True)
 
-    def _part(self, reasoning: str, text: str) -> Part:
-        told: tuple[TokenLogprobs, ...] = ()
-        if self.has_answer:
-            told = tuple(self._held if self._is_told else self._held[self.reasoning_tokens :])
+    def _part(
+        self, reader: ReasoningReader, reasoning: str, text: str, *, is_last: bool = False
+    ) -> Part:
+        thought = reasoning or None
+        if reader.found and not self._has_thought and (reasoning or reader.ended or is_last):
+            thought, self._has_thought = reasoning, True
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        # A text may come from the end of the tokens alone, which do not know it to be plain then.
+        if reader.ended and (self._is_told or reader.is_plain or self._tokens.is_certain):
+            before = 0 if self._is_told or reader.is_plain else self._tokens.before
+            logprobs = tuple(self._held[before:])
             self._held, self._is_told = [], True
-        return Part(reasoning, text, told)
+        return Part(thought, text, logprobs)

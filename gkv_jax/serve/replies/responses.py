@@ -56,7 +56,7 @@ class ReasoningText(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What the model thought before it answered; ``incomplete`` if it came to no end."""
+    """What the model thought before it answered; ``incomplete`` if a limit cut it off."""
 
     id: str
     type: Literal["reasoning"] = "reasoning"
@@ -226,11 +226,16 @@ class Output:
         yield from self._tell(self._parts.finish())
         if self._parser is not None:
             yield from self._read(self._parser.finish())
-        has_ended = self._parts.has_answer and not cut_off
-        if not self.items or (has_ended and isinstance(self._open, OutputReasoning)):
+        has_answer = self._parts.has_answer
+        if isinstance(self._open, OutputReasoning):
+            if not has_answer or cut_off:
+                yield from self._close(has_answer or not cut_off)
+                return
+            yield from self._message()
+        elif not self.items:
             yield from self._message()
         # A call that ends has been closed.
-        yield from self._close(has_ended and isinstance(self._open, OutputMessage))
+        yield from self._close(not cut_off and isinstance(self._open, OutputMessage))
 
     def _think(self, text: str) -> Iterator[Told]:
         if self._open is None:

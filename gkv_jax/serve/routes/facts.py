@@ -15,7 +15,7 @@ from gkv_jax.serve.protocol.tokens import DetokenizeRequest, GuideCheckRequest, 
 from gkv_jax.serve.replies.logprobs import TokenTexts
 from gkv_jax.serve.replies.whole import whole
 from gkv_jax.serve.routes.openapi import ERRORS
-from gkv_jax.serve.service import Service
+from gkv_jax.serve.service import LEFT_OUT, Service
 from grammar_host.backends import SERVED_BACKENDS
 
 
@@ -91,6 +91,7 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
             "vocab_size": engine.model.vocab_size,
             "backends": ["auto", *SERVED_BACKENDS],
             "reasoning": None if tags is None else [tags.start, tags.end],
+            "tool_format": service.chats.tool_format,
             "cache": {
                 "policy": spec.policy_name,
                 "decode": spec.evictor.name if spec.evictor else None,
@@ -137,7 +138,11 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
     async def tokenize(asked: TokenizeRequest) -> Any:
         service.check_model(asked.model)
         asked.check()
-        return await whole(lambda: _tokenized(service, asked, texts))
+        tokens, leaves_out_reasoning = await anyio.to_thread.run_sync(_tokens, service, asked)
+        response = await whole(lambda: _tokenized(service, asked, tokens, texts))
+        if leaves_out_reasoning:
+            response.headers.append("Warning", LEFT_OUT)
+        return response
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(asked: DetokenizeRequest) -> Detokenized:
@@ -161,8 +166,9 @@ def add(app: FastAPI, service: Service, created: int, is_ready: Callable[[], boo
         )
 
 
-def _tokenized(service: Service, asked: TokenizeRequest, texts: TokenTexts) -> Tokens:
-    tokens = _tokens(service, asked)
+def _tokenized(
+    service: Service, asked: TokenizeRequest, tokens: list[int], texts: TokenTexts
+) -> Tokens:
     limits = service.limits
     return Tokens(
         count=len(tokens),
@@ -172,16 +178,16 @@ def _tokenized(service: Service, asked: TokenizeRequest, texts: TokenTexts) -> T
     )
 
 
-def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
-    """Refused where a prompt would be."""
+def _tokens(service: Service, asked: TokenizeRequest) -> tuple[list[int], bool]:
+    """Refused where a prompt would be; and whether reasoning of earlier turns is left out."""
     engine = service.engine
     if asked.prompt is not None:
         tokens = engine.tokenizer.encode(
             asked.prompt, add_special_tokens=asked.add_special_tokens, verbose=False
         )
-        return list(service.tokens(tokens, "prompt")) if tokens else []
+        return list(service.tokens(tokens, "prompt")) if tokens else [], False
     assert asked.messages is not None
-    talk, _ = service.chats.conversation(asked.messages, asked.tools, None, None)
+    talk, leaves_out = service.chats.conversation(asked.messages, asked.tools, None, None)
     tools = talk.tools_for_template
     template = service.chats.variables(asked.chat_template_kwargs, tools=bool(tools))
     tokens = service.tokens(
@@ -191,7 +197,7 @@ def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
         template=template,
         answer=asked.add_generation_prompt,
     )
-    return list(tokens)
+    return list(tokens), leaves_out
 
 
 def _text(service: Service, tokens: list[int]) -> str:

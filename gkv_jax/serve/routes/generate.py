@@ -48,7 +48,7 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
             choices=len(samplings),
             has_tools=read.talk.may_call,
             call_format=read.talk.call_format,
-            reading=read.reading.under(answer.requests[0].grammar),
+            reading=read.reading.under(answer.requests[0].grammar, may_call=read.talk.may_call),
             include_usage=asked.include_usage,
             positions=[len(r.prompt) for r in answer.requests] if asked.trace else None,
         )

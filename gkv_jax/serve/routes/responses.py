@@ -44,8 +44,8 @@ def add(app: FastAPI, service: Service, fingerprint: str) -> None:
             texts,
             may_call=read.talk.may_call,
             call_format=read.talk.call_format,
-            echo=asked.echo(),
-            reading=read.reading.under(answer.requests[0].grammar),
+            echo=asked.echo(parallel_tool_calls=read.talk.parallel),
+            reading=read.reading.under(answer.requests[0].grammar, may_call=read.talk.may_call),
         )
         response: Response
         if asked.stream:

@@ -1,11 +1,7 @@
 """Tools: what requests say of them, what the model reads, what it may write, and reading that back."""
 
-from gkv_jax.serve.tools.conversation import Conversation, check_conversation
-from gkv_jax.serve.tools.formats import (
-    HERMES_FORMAT,
-    CallFormat,
-    Shown,
-)
+from gkv_jax.serve.tools.conversation import Conversation, ServedFormat, check_conversation
+from gkv_jax.serve.tools.formats import HERMES_FORMAT, CallFormat, Shown
 from gkv_jax.serve.tools.guides import ToolsConstraint, may_call, tools_constraint
 from gkv_jax.serve.tools.parser import (
     AnswerCall,
@@ -17,7 +13,7 @@ from gkv_jax.serve.tools.parser import (
     TextDelta,
     ToolCallParser,
 )
-from gkv_jax.serve.tools.render import Rendered, TemplateStyle, call_text, render
+from gkv_jax.serve.tools.render import Rendered, TemplateStyle, render
 from gkv_jax.serve.tools.types import (
     FunctionCall,
     FunctionDefinition,
@@ -40,6 +36,7 @@ __all__ = [
     "FunctionDefinition",
     "ReadAnswer",
     "Rendered",
+    "ServedFormat",
     "Shown",
     "TemplateStyle",
     "TextDelta",
@@ -48,7 +45,6 @@ __all__ = [
     "ToolCallParser",
     "ToolChoice",
     "ToolsConstraint",
-    "call_text",
     "check_conversation",
     "may_call",
     "refuse_other_tools",

@@ -1,5 +1,6 @@
 """A conversation with tools: whether it holds together, and all that a route needs of it."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from pydantic import BaseModel
 from gkv_jax.serve.errors import ApiError
 from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.settings import ToolFormat
-from gkv_jax.serve.tools.formats import CallFormat, special_tokens
-from gkv_jax.serve.tools.guides import may_call, offered_names, tools_constraint
+from gkv_jax.serve.tools.formats import CallFormat, Shown, special_tokens
+from gkv_jax.serve.tools.guides import may_call, must_call, offered_names, tools_constraint
 from gkv_jax.serve.tools.render import TemplateStyle, render
 from gkv_jax.serve.tools.types import ToolChoice
+from grammar_host.call_forms import CallFormName
 
 Fields = BaseModel | Mapping[str, Any]
 
@@ -27,15 +29,16 @@ class Conversation:
       tools_for_template: for the chat template; None if it takes none, or there are none.
       may_call: whether the answer may hold calls, so that a ``ToolCallParser`` has to read it.
       call_format: how calls are written in the answer.
+      parallel: whether the answer may hold several.
     """
 
     messages: list[dict[str, Any]]
     tools_for_template: list[dict[str, Any]] | None
     may_call: bool
     call_format: CallFormat
+    parallel: bool
     _tools: tuple[Mapping[str, Any], ...] | None
     _choice: str | Mapping[str, Any] | None
-    _parallel: bool | None
 
     @classmethod
     def of(
@@ -65,19 +68,32 @@ class Conversation:
         check_conversation(turns)
         known = None if tools is None else tuple(_plain(tool) for tool in tools)
         choice = tool_choice.value() if isinstance(tool_choice, ToolChoice) else tool_choice
-        style = TemplateStyle.of(tokenizer)
-        _check_style(turns, bool(known), style, tool_format)
+        served = ServedFormat.of(tokenizer, tool_format)
+        if known and served.name is None:
+            reason = (
+                f"{served.note}; leave the tools out, or start the server with --tool-format, so that they "
+                "are described in a message"
+            )
+            raise ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")
         call_format = CallFormat.of(
-            (style.shown.name or "hermes") if tool_format == "auto" else tool_format,
+            served.name or "hermes",
             offered_names(known, choice),
             special_tokens(tokenizer),
-            style.shown.gap,
+            served.shown,
+            only=must_call(known, choice),
         )
+        style = TemplateStyle.of(tokenizer, tools=bool(known))
+        if not style.writes(call_format.name, tools=bool(known)):
+            # What is text already is for the template of chats without tools.
+            bare = TemplateStyle.of(tokenizer, tools=False)
+            style = dataclasses.replace(bare, shows_calls=False, one_call=False)
+        if style.one_call:
+            _check_single(turns)
         rendered = render(turns, known, style, call_format)
         calls = may_call(known, choice)
         # What such a model asks for in one turn, its template could not tell it later.
-        several = False if style.one_call else parallel
-        return cls(rendered.messages, rendered.tools, calls, call_format, known, choice, several)
+        several = parallel is not False and not (style.one_call and calls)
+        return cls(rendered.messages, rendered.tools, calls, call_format, several, known, choice)
 
     def constraint(self, beside: Constraint | None) -> Constraint | None:
         """What the answer must obey; ``beside`` is what the request says of answers without calls.
@@ -86,25 +102,46 @@ class Conversation:
           ApiError: see ``tools_constraint``.
         """
         return tools_constraint(
-            self._tools, self._choice, self._parallel, beside, call_format=self.call_format
+            self._tools, self._choice, self.parallel, beside, call_format=self.call_format
         )
 
 
-def _check_style(
-    messages: Sequence[Mapping[str, Any]],
-    has_tools: bool,
-    style: TemplateStyle,
-    tool_format: ToolFormat,
-) -> None:
-    """Refuse what the chat template takes no part of."""
-    if has_tools and tool_format == "auto" and style.shown.is_harmony:
-        reason = (
-            "the served model writes calls in messages on channels (harmony), which this server does not "
-            "read; leave the tools out, or describe them in a message and ask for JSON"
+@dataclass(frozen=True)
+class ServedFormat:
+    """How a server's model is to write calls.
+
+    Attributes:
+      name: the format; None where it writes them as no parser reads them, so that tools are refused.
+      shown: what the chat template shows of it.
+      note: what whoever starts the server should know of it, or empty.
+    """
+
+    name: CallFormName | None
+    shown: Shown
+    note: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Any, tool_format: ToolFormat) -> "ServedFormat":
+        """Of a transformers tokenizer and what the server was told."""
+        style = TemplateStyle.of(tokenizer)
+        shown, name = style.shown, None if tool_format == "auto" else tool_format
+        if name is None and shown.is_harmony:
+            note = "the served model writes calls in messages on channels (harmony), which are not read"
+            return cls(None, shown, note)
+        name = name or shown.name or "hermes"
+        if not style.knows_tools or shown.name == name:
+            return cls(name, shown)
+        form = f"as {shown.name!r}" if shown.name else "in a form that is not known, or not at all"
+        note = (
+            f"the chat template writes calls {form}: tools are described in a message instead, which asks "
+            f"for calls as {name!r} (--tool-format)"
         )
-        raise ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")
+        return cls(name, shown, note)
+
+
+def _check_single(messages: Sequence[Mapping[str, Any]]) -> None:
     for index, message in enumerate(messages):
-        if style.one_call and len(message.get("tool_calls", ())) > 1:
+        if len(message.get("tool_calls", ())) > 1:
             _refuse(
                 f"messages.{index}.tool_calls.1",
                 "the served model's chat template takes one call in a turn; write each call in a message "

@@ -5,7 +5,6 @@ read as a call has been held to the tools.
 """
 
 import dataclasses
-import functools
 import re
 import secrets
 import string
@@ -13,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from grammar_host.call_forms import CALL_FORMS, LLAMA, CallForm, CallFormName
+from grammar_host.call_forms import CALL_FORMS, CallForm, CallFormName
+from grammar_host.call_patterns import CallPatterns, call_patterns
 
 _MARKS: Mapping[CallFormName, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -25,56 +25,48 @@ _MARKS: Mapping[CallFormName, tuple[str, ...]] = {
 
 _ID_LETTERS = string.ascii_letters + string.digits
 
-Pieces = tuple[str, ...]
-"""Regular expressions, one after the other."""
+_WRITTEN_ID = "0" * 9
+"""What a model writes as the id of a call, where it has to: an id that is unique comes from the server."""
+
+_SHOWN: Mapping[CallFormName, re.Pattern[str]] = {
+    "hermes": re.compile(r'<tool_call>\s*\{\s*"name"\s*:\s*"sample_f"\s*,\s*"arguments"'),
+    "llama": re.compile(r'\{\s*"name"\s*:\s*"sample_f"\s*,\s*"parameters"\s*:\s*"?\{\\?"sample'),
+    "mistral": re.compile(r'\[TOOL_CALLS\](\s*)\[\s*\{\s*"name"\s*:\s*"sample_f"'),
+    "mistral_args": re.compile(r"\[TOOL_CALLS\]\s*sample_f\s*(\[CALL_ID\]\s*\w+\s*)?\[ARGS\]"),
+}
+"""How a call of ``sample_f`` looks in a rendered conversation."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Pattern:
-    """A text to be found that comes in parts.
+class Shown:
+    """What a chat template shows of the format of calls.
 
     Attributes:
-      whole: matches it.
-      begun: matches, up to the end of the text, what may still become it.
+      name: the format; None for one that is not known.
+      gap: blanks behind ``[TOOL_CALLS]``.
+      has_ids: whether ``[CALL_ID]`` and the id of a call precede ``[ARGS]``.
+      is_harmony: whether calls are messages on channels, as gpt-oss writes them.
     """
 
-    whole: re.Pattern[str]
-    begun: re.Pattern[str]
+    name: CallFormName | None = None
+    gap: str = ""
+    has_ids: bool = False
+    is_harmony: bool = False
 
     @classmethod
-    def of(
-        cls, *variants: Pieces, names: Iterable[str] | None = None, ahead: str = ""
-    ) -> "Pattern":
-        """Any of some texts.
+    def by(cls, template: str, conversation: str) -> "Shown":
+        """Look at a template, and at a conversation with a call of ``sample_f`` that it rendered.
 
-        Args:
-          variants: the texts. The piece ``_NAME`` is a group of its own.
-          names: the only names that there are; None for any.
-          ahead: what follows and does not belong to it.
+        The conversation is empty if it rendered none.
         """
-        name = _NAME if names is None else f"({'|'.join(map(re.escape, names))})"
-        texts = ("".join(name if piece == _NAME else piece for piece in each) for each in variants)
-        return cls(
-            re.compile(f"(?:{'|'.join(texts)}){ahead}"),
-            re.compile("|".join(_begun(each) for each in variants)),
-        )
+        for name, pattern in _SHOWN.items():
+            if (match := pattern.search(conversation)) is not None:
+                gap = match[1] if name == "mistral" else ""
+                return cls(name, gap, has_ids=name == "mistral_args" and match[1] is not None)
+        return cls(is_harmony="<|channel|>" in template and "<|call|>" in template)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """What a parser looks for.
-
-    Attributes:
-      head: the beginning of a call, up to the brace of its arguments.
-      tail: what follows them.
-      next: the beginning of a call directly behind another one, if it can look different there.
-      close: what may follow the last call, without being text.
-    """
-
-    head: Pattern
-    tail: Pattern
-    next: Pattern | None = None
-    close: Pattern | None = None
+NOTHING_SHOWN = Shown()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +78,14 @@ class CallFormat:
       form: for ``Guide.tools``.
       marks: special tokens that calls are written with, and their names: the text must show them.
       names: the functions that there are, if what is no call of theirs is text; None for any.
+      only: whether the answer is calls and no text, so that a call that is cut off in its head is none.
     """
 
     name: CallFormName
     form: CallForm
     marks: Mapping[int, str] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] | None = None
+    only: bool = False
 
     @classmethod
     def of(
@@ -99,7 +93,9 @@ class CallFormat:
         name: CallFormName,
         names: Iterable[str] = (),
         special_tokens: Mapping[int, str] = MappingProxyType({}),
-        gap: str = "",
+        shown: Shown = NOTHING_SHOWN,
+        *,
+        only: bool = False,
     ) -> "CallFormat":
         """A format, for a vocabulary and some tools.
 
@@ -107,20 +103,23 @@ class CallFormat:
           name: which one.
           names: of the functions.
           special_tokens: those of the vocabulary, and their names.
-          gap: blanks behind ``[TOOL_CALLS]``, as older tokenizers of Mistral have them.
+          shown: the details that the chat template shows of the format, if it is that one.
+          only: whether the answer is calls and no text.
         """
         marks = {token: text for token, text in special_tokens.items() if text in _MARKS[name]}
         form = CALL_FORMS[name]
-        if name == "mistral" and gap:
-            form = dataclasses.replace(form, opening=f"[TOOL_CALLS]{gap}[")
         token, mark = (text if text in marks.values() else "" for text in (form.token, form.mark))
         form = dataclasses.replace(form, token=token, mark=mark)
-        return cls(name, form, marks, tuple(names) if name == "llama" else None)
+        if shown.name == name == "mistral":
+            form = dataclasses.replace(form, opening=f"[TOOL_CALLS]{shown.gap}[")
+        if shown.name == name and shown.has_ids:
+            form = dataclasses.replace(form, head=f"[TOOL_CALLS]NAME[CALL_ID]{_WRITTEN_ID}[ARGS]")
+        return cls(name, form, marks, tuple(names) if name == "llama" else None, only)
 
     @property
-    def reading(self) -> Reading:
+    def patterns(self) -> CallPatterns:
         """What a parser looks for."""
-        return _reading(self.name, self.names)
+        return call_patterns(self.name, self.names)
 
     @property
     def allows_json_beside(self) -> bool:
@@ -140,118 +139,11 @@ class CallFormat:
         return form.opening + form.separator.join(written) + form.closing
 
 
-_NAME = "([a-zA-Z0-9_-]{1,64})"
-_BLANKS = r"\s*"
-
-
-def _literal(text: str) -> Pieces:
-    return tuple(map(re.escape, text))
-
-
-def _spaced(*words: str) -> Pieces:
-    """Words with blanks between them, where JSON and habit have some."""
-    pieces: list[str] = []
-    for word in words:
-        pieces += (_NAME,) if word == _NAME else _literal(word)
-        pieces.append(_BLANKS)
-    return tuple(pieces)
-
-
-def _json_head(key: str) -> Pieces:
-    name = (*_literal('"'), _NAME, *_literal('"'), _BLANKS)
-    return (*_spaced("{", '"name"', ":"), *name, *_spaced(",", f'"{key}"', ":"))
-
-
-def _begun(pieces: Pieces) -> str:
-    # The whole text is another pattern's, and what lacks only what is ahead is at its end.
-    return functools.reduce(lambda rest, piece: rf"{piece}(?:\Z|{rest})", reversed(pieces), r"(?!)")
-
-
-_OBJECT = r"(?=\{)"
-_HERMES_HEAD = (*_spaced("<tool_call>"), *_json_head("arguments"))
-_HERMES_TAIL = (_BLANKS, *_spaced("}"), *_literal("</tool_call>"))
-# As they are enforced, to the letter: in free text, other spellings are not.
-_LLAMA_HEADS = tuple(
-    tuple(piece for part in text.split("NAME") for piece in (*_literal(part), _NAME))[:-1]
-    for head in (LLAMA.head, *LLAMA.variants)
-    for text in (head, LLAMA.mark + head)
-)
-_MISTRAL_HEAD = _json_head("arguments")
-_MISTRAL_ID = (*_spaced(",", '"id"', ":"), *_literal('"'), "[a-zA-Z0-9_-]*", *_literal('"'))
-_ARGS_HEAD = (*_literal("[TOOL_CALLS]"), _BLANKS, _NAME, _BLANKS)
-_ARGS_ID = (*_literal("[CALL_ID]"), _BLANKS, "[a-zA-Z0-9_-]*", _BLANKS)
-_ARGS = (*_literal("[ARGS]"), _BLANKS)
-
-
-@functools.lru_cache(maxsize=64)
-def _reading(name: CallFormName, names: tuple[str, ...] | None) -> Reading:
-    match name:
-        case "hermes":
-            return Reading(Pattern.of(_HERMES_HEAD, ahead=_OBJECT), Pattern.of(_HERMES_TAIL))
-        case "llama":
-            following = tuple((_BLANKS, *_spaced(";"), *head) for head in _LLAMA_HEADS)
-            return Reading(
-                Pattern.of(*_LLAMA_HEADS, names=names, ahead=_OBJECT),
-                Pattern.of((_BLANKS, *_literal("}"))),
-                next=Pattern.of(*following, names=names, ahead=_OBJECT),
-            )
-        case "mistral":
-            opening = _spaced("[TOOL_CALLS]", "[")
-            tail = (_BLANKS, *_literal("}"))
-            return Reading(
-                Pattern.of((*opening, *_MISTRAL_HEAD), ahead=_OBJECT),
-                Pattern.of(tail, (_BLANKS, *_MISTRAL_ID, *tail)),
-                next=Pattern.of((_BLANKS, *_spaced(","), *_MISTRAL_HEAD), ahead=_OBJECT),
-                close=Pattern.of((_BLANKS, *_literal("]"))),
-            )
-        case "mistral_args":
-            heads = ((*_ARGS_HEAD, *_ARGS), (*_ARGS_HEAD, *_ARGS_ID, *_ARGS))
-            return Reading(Pattern.of(*heads, ahead=_OBJECT), Pattern.of(()))
-
-
 HERMES_FORMAT = CallFormat.of("hermes")
-"""That of models whose chat template shows no other."""
+"""That of models whose chat template shows none."""
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """The special tokens of a transformers tokenizer, and their names."""
     added = tokenizer.added_tokens_decoder.items()
     return {token: facts.content for token, facts in added if facts.special}
-
-
-_SHOWN: Mapping[CallFormName, re.Pattern[str]] = {
-    "hermes": re.compile(r'<tool_call>\s*\{\s*"name"\s*:\s*"sample_f"\s*,\s*"arguments"'),
-    "llama": re.compile(r'\{\s*"name"\s*:\s*"sample_f"\s*,\s*"parameters"\s*:\s*"?\{\\?"sample'),
-    "mistral": re.compile(r'\[TOOL_CALLS\](\s*)\[\s*\{\s*"name"\s*:\s*"sample_f"'),
-    "mistral_args": re.compile(r"\[TOOL_CALLS\]\s*sample_f\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]"),
-}
-"""How a call of ``sample_f`` looks in a rendered conversation."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """What a chat template shows of the format of calls.
-
-    Attributes:
-      name: the format; None for one that is not known.
-      gap: blanks behind ``[TOOL_CALLS]``.
-      is_harmony: whether calls are messages on channels, as gpt-oss writes them.
-    """
-
-    name: CallFormName | None = None
-    gap: str = ""
-    is_harmony: bool = False
-
-    @classmethod
-    def by(cls, template: str, conversation: str) -> "Shown":
-        """Look at a template, and at a conversation with a call of ``sample_f`` that it rendered.
-
-        The conversation is empty if it rendered none.
-        """
-        for name, pattern in _SHOWN.items():
-            if (match := pattern.search(conversation)) is not None:
-                return cls(name, match[1] if name == "mistral" else "")
-        return cls(is_harmony="<|channel|>" in template and "<|call|>" in template)
-
-
-NOTHING_SHOWN = Shown()

@@ -125,6 +125,19 @@ def may_call(
     return bool(tools) and tool_choice != "none"
 
 
+def must_call(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None
+) -> bool:
+    """Whether an answer is calls and nothing else.
+
+    Raises:
+      ApiError: a choice of tools that are not there.
+    """
+    if not tools or tool_choice is None:
+        return False
+    return _narrowed(tuple(tools), tool_choice)[1] not in ("none", "auto")
+
+
 def offered_names(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None
 ) -> list[str]:

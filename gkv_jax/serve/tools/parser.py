@@ -49,19 +49,22 @@ class ToolCallParser:
     they come. Held back is only what may become the beginning of a call, the end of one, and blanks in
     front of one.
 
-    In Hermes' format, whole calls and the text around them are those of
-    ``grammar_host.tools.parse_tool_calls``. In all formats it is the same with blanks: if there are calls,
-    the text has none at its end, and none at its start if nothing else precedes the first call. Blanks
-    between two parts of the text are kept.
+    Whole calls and the text around them are those of ``grammar_host.tools.parse_tool_calls``: if there are
+    calls, the text has no blanks at its end, and none at its start if nothing else precedes the first call.
+    Blanks between two parts of the text are kept.
 
     A call that begins and does not end has no ``CallEnds``. If a token limit or a stop text ended the
     answer, what came of its arguments has been sent. If something else than a call follows, which only
     a text that no guide ruled does, that goes on as content.
+
+    A call that the answer's end cuts off in its head, before its arguments, is left out where it is certain
+    that it would have been one: directly behind another, and in answers of calls only. What else might have
+    become a call is content.
     """
 
     def __init__(self, call_format: CallFormat = HERMES_FORMAT) -> None:
         """``call_format``: how calls are written."""
-        self._format, self._reading = call_format, call_format.reading
+        self._format, self._patterns = call_format, call_format.patterns
         self._text = ""  # what is not done with
         self._sent = 0  # how much of it was sent
         self._calls = 0
@@ -79,7 +82,8 @@ class ToolCallParser:
     def finish(self) -> list[AnswerEvent]:
         """The rest, once nothing more will come. The parser is not to be used afterwards."""
         events = list(self._events())
-        if self._scanner is None:
+        begun = self._patterns.head.begun.match(self._text) if self._format.only else None
+        if self._scanner is None and not self._follows and begun is None:
             events.extend(self._content(len(self._text)))
         if self._blanks and not self._calls:
             events.append(TextDelta(self._blanks))
@@ -98,9 +102,9 @@ class ToolCallParser:
                 yield from self._tail(self._scanner)
 
     def _outside(self) -> Iterator[AnswerEvent]:
-        head = self._reading.head.whole.search(self._text)
+        head = self._patterns.head.whole.search(self._text)
         if head is None:
-            begun = self._reading.head.begun.search(self._text)
+            begun = self._patterns.head.begun.search(self._text)
             yield from self._content(len(self._text) if begun is None else begun.start())
             return
         yield from self._content(head.start())
@@ -110,13 +114,13 @@ class ToolCallParser:
 
     def _behind(self) -> Iterator[AnswerEvent]:
         """What stands between calls and closes their list is no text."""
-        following, close = self._reading.next, self._reading.close
-        if following and (head := following.whole.match(self._text)) is not None:
+        close = self._patterns.close
+        if (head := self._patterns.next.whole.match(self._text)) is not None:
             yield from self._begin(head)
         elif close and (end := close.whole.match(self._text)) is not None:
             self._follows = False
             self._consume(end.end())
-        elif not any(one.begun.match(self._text) for one in (following, close) if one):
+        elif not self._patterns.may_follow(self._text):
             self._follows = False
 
     def _begin(self, head: re.Match[str]) -> Iterator[AnswerEvent]:
@@ -140,13 +144,13 @@ class ToolCallParser:
             self._scanner = None
 
     def _tail(self, scanner: ObjectScanner) -> Iterator[AnswerEvent]:
-        tail = self._reading.tail.whole.match(self._text, scanner.position)
+        tail = self._patterns.tail.whole.match(self._text, scanner.position)
         if tail is not None:
             yield CallEnds(self._calls - 1)
             self._consume(tail.end())
             self._sent = 0
             self._follows = True
-        elif self._reading.tail.begun.match(self._text, scanner.position):
+        elif self._patterns.tail.begun.match(self._text, scanner.position):
             return
         self._scanner, self._closed = None, False
 

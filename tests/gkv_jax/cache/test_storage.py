@@ -225,7 +225,8 @@ class TestInPlace:
 
             return jax.lax.while_loop(lambda carry: carry[0] < 5, body, (jnp.int32(0), stored))
 
-        compiled = jax.jit(loop, donate_argnums=0).lower(stored, *operands).compile()
+        lowered = jax.jit(loop, donate_argnums=0).lower(stored, *operands)
+        compiled = lowered.compile({"xla_cpu_use_fusion_emitters": True})  # as it is by default
         (body,) = Program.of(compiled).while_bodies()
         ignored = ("parameter", "tuple", "get-tuple-element", "bitcast")
         large = [

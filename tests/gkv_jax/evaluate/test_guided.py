@@ -267,6 +267,33 @@ def test_reasoning_is_not_part_of_the_answer(engine: Engine) -> None:
     )
 
 
+def test_blanks_before_the_reasoning(engine: Engine) -> None:
+    """They are legal where the answer may begin with them, whatever the start tag is."""
+    text = json.dumps(ANSWER, separators=(",", ":"))
+    user = TOKENIZER.convert_tokens_to_ids("<user>")
+    for start in ("<t>", "<user>"):
+        blank = Guide.choice(["\n yes", "no"]).after_reasoning("</t>", start=start)
+        lean = Guide.choice(["yes"]).after_reasoning("</t>", start=start)
+        document = COMPACT.after_reasoning("</t>", start=start)
+        for guide, answer, value, is_valid in [
+            (blank, "\n {}So </t>no", "no", True),
+            (blank, "{}So </t>\n yes", "\n yes", True),
+            (blank, "\n yes", "\n yes", True),
+            (lean, "\n {}So </t>yes", "yes", False),
+            (lean, "{}So </t>yes", "yes", True),
+            (document, "\n{}So </t>" + text, ANSWER, False),
+            (document, "{}So </t>" + text, ANSWER, True),
+        ]:
+            written = answer.replace("{}So", f"{start}So")
+            tokens = tuple(TOKENIZER.encode(written))
+            assert (user in tokens) == ("<user>" in written)
+            shown = TOKENIZER.decode(tokens, skip_special_tokens=True)
+            result = Result(shown, tokens, "stop", None, None, None, {})
+            judge = Judge(engine.compiler.compile(guide), value, TOKENIZER, 1)
+            found = judge.judge(result)
+            assert (found.valid, found.exact) == (is_valid, is_valid), (start, written)
+
+
 def test_equality_is_that_of_json() -> None:
     same = [(1, 1.0), ({"a": 1, "b": [None]}, {"b": [None], "a": 1}), (True, True), ("", "")]
     different = [

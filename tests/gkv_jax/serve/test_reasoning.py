@@ -4,11 +4,13 @@ import dataclasses
 import http.client
 import itertools
 import json
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,20 +19,23 @@ from openai.types.responses import Response
 from gkv_jax.errors import UserError
 from gkv_jax.prompts import PromptReader
 from gkv_jax.request import Piece, Result, TokenLogprobs
+from gkv_jax.serve.app import create_app
 from gkv_jax.serve.chats import ChatReader, Reading
 from gkv_jax.serve.errors import ApiError
+from gkv_jax.serve.protocol.chat import Message
 from gkv_jax.serve.protocol.formats import Constraint
 from gkv_jax.serve.protocol.responses import ResponsesRequest
 from gkv_jax.serve.reasoning import Phase, ReasoningReader, Tags
 from gkv_jax.serve.replies.chat import ChatReply
 from gkv_jax.serve.replies.logprobs import TokenTexts
+from gkv_jax.serve.replies.parts import AnswerParts
 from gkv_jax.serve.replies.responses import Output, ResponsesReply
 from gkv_jax.serve.settings import Chat, load_settings
 from gkv_jax.text import TextStream
-from grammar_host import Guide
+from grammar_host import Guide, TokenizerInfo
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving
 from tests.gkv_jax.serve.test_chat import SCHEMA, schema_format
-from tests.gkv_jax.tiny import byte_tokenizer
+from tests.gkv_jax.tiny import STOP, byte_tokenizer
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 REPLY = "{% if add_generation_prompt %}<model>"
@@ -105,6 +110,33 @@ def test_tags(template: str | None, setting: str, tags: Tags | None) -> None:
 def test_settings_that_are_no_tags(setting: str) -> None:
     with pytest.raises(UserError, match=r"chat.reasoning is .* write 'auto', 'off', or the two"):
         Chat(setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("a\0 b", "NUL"),
+        ("a b\0", "NUL"),
+        (f"a {'b' * 257}", "1 to 256 characters"),
+        (f"{'a' * 257} b", "1 to 256 characters"),
+        ("\ud800 b", "surrogate"),
+    ],
+)
+def test_tags_that_no_guide_can_be_behind(setting: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"^chat.reasoning is .*{reason}.*; name other tags"):
+        Chat(setting)
+
+
+def test_tags_that_the_model_cannot_write(served: Served) -> None:
+    info = TokenizerInfo.from_vocabulary([b"a", b"b", b"x"], [2])
+    Tags("a", "ab").check(info)
+    for tags in (Tags("a", "x"), Tags("bx", "b"), Tags("a", "é")):
+        with pytest.raises(UserError, match=r"^chat.reasoning: .* cannot be written .*or write 'o"):
+            tags.check(info)
+    stop = served.engine.tokenizer.convert_ids_to_tokens(STOP)
+    for setting in (f"<think> {stop}", f"{stop} </think>"):
+        with pytest.raises(UserError, match=r"^chat.reasoning: .* cannot be written"):
+            create_app(served.engine, model=MODEL, limits=LIMITS, chat=Chat(setting))
 
 
 def test_the_settings_are_read(tmp_path: Any) -> None:
@@ -183,6 +215,42 @@ def test_variables_that_are_refused(values: dict[str, Any], param: str, reason: 
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
+def test_scalars_are_all_alike_at_the_last_level() -> None:
+    chats = ChatReader(tokenizer(OPTIONAL), Chat())
+    for scalar in ("a", 1, 0.5, True, None):
+        value: Any = scalar
+        for _ in range(16):
+            value = [value]
+        assert chats.variables({"enable_thinking": value}) == {"enable_thinking": value}
+        for deeper in ([value], {"a": value}):
+            with pytest.raises(ApiError, match="levels"):
+                chats.variables({"enable_thinking": deeper})
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "{{ range(n) | list }}",  # OverflowError of the sandbox
+        "{{ 1 // (n - n) }}",
+        "{{ '{0} {1}'.format(n) }}",  # IndexError
+        "{{ 'a' * (n * n * n) }}",  # MemoryError, OverflowError
+        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(n) }}",  # RecursionError
+        "{{ n + 'a' }}",
+        "{{ n.a.b }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_a_template_that_runs_into_a_value(served: Served, expression: str) -> None:
+    made = tokenizer(TURNS + expression)
+    reader = PromptReader(made, served.engine.model, served.engine.spec)
+    with pytest.raises(
+        UserError, match=r"^prompt: the chat template refuses the messages or n \(.+\)"
+    ):
+        reader.encode(
+            [{"role": "user", "content": "a"}], tools=None, template={"n": 10**7}, answer=True
+        )
+
+
 def test_variables_are_for_chats(served: Served) -> None:
     with pytest.raises(UserError, match="template is given, but prompt is no chat"):
         served.engine.encode("a", template={"enable_thinking": True})
@@ -232,6 +300,11 @@ FRAGMENTS = st.lists(
             "<",
             " ",
             "\n\n",
+            "\t",
+            "\r",
+            "\u00a0",  # blanks of Unicode, and none of the grammar's
+            "\u3000",
+            "\x0c",
             "a",
             "é",
             "\ud800",
@@ -244,16 +317,25 @@ PLACES = st.lists(st.integers(0, 60), max_size=6)
 PHASES: Any = st.sampled_from(["none", "possible", "begun"])
 
 
-def expected(text: str, phase: Phase, tags: tuple[str, str] = ("<think>", "</think>")) -> Any:
+def expected(
+    text: str,
+    phase: Phase,
+    tags: tuple[str, str] = ("<think>", "</think>"),
+    *,
+    keeps_blanks: bool = False,
+) -> tuple[str, str | None]:
     """Reasoning and answer, None for the latter where the reasoning does not end."""
     start, end = tags
-    begins = text.lstrip().startswith(start)
+    blanks = " \t\n\r"
+    begins = text.lstrip(blanks).startswith(start)
     if phase == "none" or (phase == "possible" and not begins):
         return "", text
     if begins:
-        text = text.lstrip()[len(start) :]
+        text = text.lstrip(blanks)[len(start) :]
     reasoning, found, answer = text.partition(end)
-    return reasoning.strip(), answer.lstrip() if found else None
+    if not found:
+        return reasoning.strip(blanks), None
+    return reasoning.strip(blanks), answer if keeps_blanks else answer.lstrip(blanks)
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -286,6 +368,7 @@ def test_special_tokens_as_tags(text: str, places: list[int], phase: Phase) -> N
     marks = str.maketrans("", "", "\ud800\ud801")
     assert reasoning == wanted.translate(marks)
     if reader.ended:
+        assert behind is not None
         assert answer == behind.translate(marks)
 
 
@@ -308,6 +391,9 @@ TEXTS = [
     ("begun", "so it is </think>yes"),
     ("begun", "so it is"),
     ("begun", "<thi"),
+    ("begun", ""),
+    ("begun", "</think>"),
+    ("possible", "<think> </think>\n\nyes"),
     ("possible", "<think>so</think>"),
     (
         "possible",
@@ -393,20 +479,23 @@ def test_a_stream_says_what_the_whole_says(
     assert len([call for call in calls if "id" in call]) == len(message.tool_calls or ())
     assert chunks[-1]["usage"] == whole.usage.model_dump()
     assert chunks[-2]["choices"][0]["finish_reason"] == choice.finish_reason
-    # Of what follows the reasoning, blanks in between included.
-    assert choice.logprobs is not None
-    told = [entry.token for entry in choice.logprobs.content]
-    behind = text if phase == "none" or not wanted else text.partition("</think>")[2]
-    assert "".join(told) == behind
-    streamed = [
-        entry["token"]
-        for chunk in chunks
-        for each in chunk["choices"]
-        for entry in (each.get("logprobs") or {"content": []})["content"]
-    ]
+    # Those of what follows the reasoning, without the blanks in between.
+    told = [entry.token for entry in choice.logprobs.content] if choice.logprobs else []
+    assert "".join(told) == (content or "")
+    streamed = []
+    for chunk in chunks:
+        for each in chunk["choices"]:
+            if each.get("logprobs"):
+                assert "reasoning_content" not in each["delta"]
+                streamed += [entry["token"] for entry in each["logprobs"]["content"]]
     assert streamed == told
     counted = whole.usage.completion_tokens_details.reasoning_tokens
-    assert counted == len(result.tokens) - len(told)
+    _, tag, behind = text.partition("</think>")
+    is_plain = content == text
+    assert counted == (0 if is_plain else len(text) - len(behind if tag else ""))
+    # Whatever it is, it may be sent back as it is; there is reasoning where there was room for it.
+    Message.model_validate(message.model_dump())
+    assert (message.reasoning_content is None) == is_plain
 
 
 @pytest.mark.parametrize(("phase", "text"), TEXTS)
@@ -427,7 +516,7 @@ def test_items_of_a_response(phase: Phase, text: str, sizes: list[int], cut_off:
     reasoning, content = expected(text, phase)
     first = streamed[0]
     if reasoning:
-        status = "completed" if content is not None and (content or not cut_off) else "incomplete"
+        status = "incomplete" if content is None and cut_off else "completed"
         assert first["content"] == [{"type": "reasoning_text", "text": reasoning}]
         assert (first["type"], first["status"], first["summary"]) == ("reasoning", status, [])
         deltas = [event for event in told if event["type"] == "response.reasoning_text.delta"]
@@ -437,11 +526,89 @@ def test_items_of_a_response(phase: Phase, text: str, sizes: list[int], cut_off:
     if content is not None and not cut_off:
         assert streamed[-1]["type"] in ("message", "function_call")
     assert all(item["status"] != "in_progress" for item in streamed)
+    if not cut_off and not any(item["type"] == "function_call" for item in streamed):
+        assert all(item["status"] == "completed" for item in streamed)
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=FRAGMENTS, sizes=SIZES, phase=PHASES, keeps=st.booleans())
+def test_logprobs_are_of_the_tokens_that_write_the_answer(
+    text: str, sizes: list[int], phase: Phase, keeps: bool
+) -> None:
+    made = byte_tokenizer()
+    _, pieces = result_of(text.replace("\ud800", ""))
+    parts = AnswerParts(Reading(TAGS, phase, made, keeps))
+    told = [parts.push(each.text, each.tokens, each.logprobs) for each in joined(pieces, sizes)]
+    told.append(parts.finish())
+    answer = "".join(part.text for part in told)
+    wanted, content = expected(text.replace("\ud800", ""), phase, keeps_blanks=keeps)
+    assert answer == (content or "")
+    assert made.decode([each.token for part in told for each in part.logprobs]) == answer
+    thoughts = [part.reasoning for part in told if part.reasoning is not None]
+    assert "".join(thoughts) == wanted
+    assert bool(thoughts) == (content != text.replace("\ud800", ""))
+
+
+@pytest.mark.parametrize("pushed", [True, False])
+def test_an_answer_that_only_the_end_tells(served: Served, pushed: bool) -> None:
+    """A character that is never whole is no text until then, and no reasoning."""
+    made = byte_tokenizer()
+    token = made.encode("é")[0]
+    logprob = TokenLogprobs(token, -1.0, ())
+    reading = Reading(TAGS, "possible", made)
+    reply = ChatReply(MODEL, "fp", TokenTexts(served.engine), reading=reading)
+    result = dataclasses.replace(
+        result_of("")[0], text="\ufffd", tokens=(token,), logprobs=(logprob,)
+    )
+    if pushed:
+        (choice,) = reply.completion([result]).choices
+        assert choice.message.content == "\ufffd"
+        assert choice.message.reasoning_content is None
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.content) == 1
+        assert reply.completion([result]).usage.completion_tokens_details.reasoning_tokens == 0
+        return
+    pieces = [Piece("", (token,), (logprob,)), Piece("\ufffd", (), ())]
+    events = [event for piece in pieces for event in reply.piece(0, piece)]
+    events += reply.end(0, result)
+    choices = [json.loads(event["data"])["choices"][0] for event in events]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "\ufffd"
+    assert (
+        sum(len(choice["logprobs"]["content"]) for choice in choices if "logprobs" in choice) == 1
+    )
+    assert reply._parts[0].reasoning_tokens == 0
+
+
+def test_what_rides_on_the_pieces_of_a_stream(served: Served) -> None:
+    """A trace on the first chunk of a piece, log-probabilities on the first that is not reasoning."""
+    reading = Reading(TAGS, "begun", byte_tokenizer())
+    for text, deltas in [
+        ("so</think>yes", [{"reasoning_content": "so"}, {"content": "yes"}]),
+        ("</think>yes", [{"reasoning_content": ""}, {"content": "yes"}]),
+    ]:
+        texts = TokenTexts(served.engine)
+        reply = ChatReply(MODEL, "fp", texts, reading=reading, positions=[1])
+        (piece,) = joined(result_of(text)[1], [100])
+        chunks = [json.loads(event["data"]) for event in reply.piece(0, piece)]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [choice["delta"] for choice in choices] == deltas
+        assert ["gkv" in chunk for chunk in chunks] == [True, False]
+        assert ["logprobs" in choice for choice in choices] == [False, True]
+        assert len(choices[1]["logprobs"]["content"]) == 3
+    # Where the text comes later, they have a chunk of their own.
+    reply = ChatReply(MODEL, "fp", TokenTexts(served.engine), reading=reading, positions=[1])
+    (piece,) = joined(result_of("so</think>yes")[1], [100])
+    piece = dataclasses.replace(piece, text="so</think>")
+    chunks = [json.loads(event["data"]) for event in reply.piece(0, piece)]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"reasoning_content": "so"},
+        {"content": ""},
+    ]
+    assert ["logprobs" in chunk["choices"][0] for chunk in chunks] == [False, True]
 
 
 def test_the_openai_client_knows_the_events() -> None:
     """Its types take all of them, and put the same response together."""
-    from openai._models import construct_type
     from openai.types.responses import ResponseReasoningItem, ResponseStreamEvent
 
     asked = ResponsesRequest.model_validate({"model": MODEL, "input": "hi"})
@@ -456,11 +623,10 @@ def test_the_openai_client_knows_the_events() -> None:
         *reply.end(0, result),
         *reply.closing([result]),
     ]
-    typed = [
-        construct_type(type_=ResponseStreamEvent, value=json.loads(event["data"]))
-        for event in events
-    ]
-    assert all(each.type == event["event"] for each, event in zip(typed, events, strict=True))
+    adapter = pydantic.TypeAdapter[Any](ResponseStreamEvent)
+    for index, event in enumerate(events):
+        typed = adapter.validate_python(json.loads(event["data"]))
+        assert (typed.type, typed.sequence_number) == (event["event"], index)
     response = Response.model_validate(json.loads(events[-1]["data"])["response"])
     thought, _ = response.output
     assert isinstance(thought, ResponseReasoningItem)
@@ -550,19 +716,38 @@ def test_the_content_obeys_whether_the_model_thinks_or_not(
     assert chunks[-1].usage == completion.usage
 
 
+LITERAL = {"type": "const_string", "value": "{}"}
+
+
 @pytest.mark.parametrize(
-    ("choice", "content"), [(["yes"], "yes"), ([" yes"], " yes"), (["\n\nyes"], "\n\nyes")]
+    "guide",
+    [
+        {"choice": ["{}"]},
+        {"regex": "{}"},
+        {"structural_tag": {"type": "structural_tag", "format": LITERAL}},
+    ],
+    ids=lambda guide: next(iter(guide)),
 )
-@pytest.mark.parametrize("bias", [BOTH, {"~": -100.0}])
+@pytest.mark.parametrize("content", ["yes", " yes", "\n\nyes", "\u00a0yes", "\u3000yes", "\x0cyes"])
+@pytest.mark.parametrize("bias", [BOTH, {"~": -100.0}], ids=["thinks", "does not"])
 def test_blanks_that_are_asked_for_are_kept(
-    thinking: Served, choice: list[str], content: str, bias: dict[str, float]
+    thinking: Served, guide: dict[str, Any], content: str, bias: dict[str, float]
 ) -> None:
+    written = json.dumps(guide).replace("{}", json.dumps(content)[1:-1])
     completion = thinking.chat(
         max_tokens=300,
         logit_bias=likely(thinking, bias),
-        extra_body={"structured_outputs": {"choice": choice}},
+        extra_body={"structured_outputs": json.loads(written)},
     )
     assert completion.choices[0].message.content == content
+
+
+def test_blanks_between_reasoning_and_answer_are_not_those_of_calls() -> None:
+    compiled: Any = types.SimpleNamespace(owns_blanks=True)
+    reading = Reading(TAGS, "begun", byte_tokenizer())
+    assert reading.under(compiled, may_call=False).keeps_blanks
+    assert not reading.under(compiled, may_call=True).keeps_blanks
+    assert not reading.under(None, may_call=False).keeps_blanks
 
 
 def test_an_answer_that_ends_while_it_thinks(thinking: Served) -> None:
@@ -614,18 +799,33 @@ def test_tools_behind_the_reasoning(thinking: Served) -> None:
     assert completion.usage.completion_tokens_details.reasoning_tokens > 0
 
 
-def test_a_conversation_goes_on(thinking: Served) -> None:
+@pytest.mark.parametrize(("reasoning", "shown"), [("b", "~b^"), ("", "")])
+def test_a_conversation_goes_on(thinking: Served, reasoning: str, shown: str) -> None:
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "reasoning_content": "b"},
+        {"role": "assistant", "content": None, "reasoning_content": reasoning},
         {"role": "user", "content": "c"},
     ]
     told = post(thinking, "/tokenize", {"messages": messages, "add_generation_prompt": False})[1]
     text = thinking.engine.tokenizer.decode(told["tokens"])
-    assert text == "<user>a<assistant>~b^<user>c"
+    assert text == f"<user>a<assistant>{shown}<user>c"
+
+
+def test_a_turn_without_anything_is_refused() -> None:
+    turns: list[dict[str, Any]] = [{}, {"reasoning_content": None}, {"tool_calls": []}]
+    for fields in turns:
+        with pytest.raises(pydantic.ValidationError, match="content"):
+            Message.model_validate({"role": "assistant", "content": None, **fields})
+    # Clients leave out what is null.
+    assert Message.model_validate({"role": "assistant", "reasoning_content": ""}).content is None
 
 
 def post(served: Served, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    return ask(served, path, body)[:2]
+
+
+def ask(served: Served, path: str, body: dict[str, Any]) -> tuple[int, Any, str | None]:
+    """Status, body and header ``Warning``."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request(
         "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -633,7 +833,7 @@ def post(served: Served, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     response = connection.getresponse()
     told = json.loads(response.read())
     connection.close()
-    return response.status, told
+    return response.status, told, response.getheader("Warning")
 
 
 def test_tokenize_takes_variables(thinking: Served) -> None:
@@ -719,19 +919,24 @@ def test_a_model_that_knows_no_reasoning(served: Served) -> None:
 def test_a_warning_tells_what_is_left_out(served: Served) -> None:
     made = served.engine.tokenizer
     before = made.chat_template
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    empty = [turns[0], turns[1] | {"reasoning_content": ""}, turns[2]]
     try:
         made.chat_template = ALWAYS
         with serving(served.engine, LIMITS) as running:
-            raw = running.client.chat.completions.with_raw_response.create(
-                model=MODEL,
-                max_tokens=2,
-                messages=[
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "b", "reasoning_content": "c"},  # type: ignore[misc, list-item]
-                    {"role": "user", "content": "d"},
-                ],
-            )
-            assert "reasoning_content is left out" in raw.headers["Warning"]
-            assert raw.parse().choices[0].message.content is None
+            for messages, warns in ((turns, True), (empty, False)):
+                fields: dict[str, Any] = {"model": MODEL, "messages": messages}
+                for path in ("/v1/chat/completions", "/tokenize"):
+                    more = {} if path == "/tokenize" else {"max_tokens": 2}
+                    status, told, warning = ask(running, path, fields | more)
+                    assert status == 200
+                    told_so = "reasoning_content is left out" in (warning or "")
+                    assert told_so == warns
+                    if more:
+                        assert told["choices"][0]["message"]["content"] is None
     finally:
         made.chat_template = before

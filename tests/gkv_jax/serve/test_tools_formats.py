@@ -1,5 +1,6 @@
 """Calls in the form that a model's chat template teaches: detected, enforced, and read back."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -7,7 +8,7 @@ from typing import Any, get_args
 
 import openai
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gkv_jax import CacheSpec, Engine
@@ -24,6 +25,7 @@ from gkv_jax.serve.tools import (
     CallFormat,
     Conversation,
     ReadAnswer,
+    ServedFormat,
     TemplateStyle,
     TextDelta,
     ToolCallParser,
@@ -31,6 +33,7 @@ from gkv_jax.serve.tools import (
 )
 from grammar_host import GrammarCompiler, Guide, TokenizerInfo
 from grammar_host.call_forms import CallFormName
+from grammar_host.tools import parse_tool_calls
 from tests.gkv_jax.serve.conftest import LIMITS, MODEL, Served, serving
 from tests.gkv_jax.serve.test_tools_unit import (
     ARGUMENTS,
@@ -101,6 +104,7 @@ def test_where_a_text_is_cut_makes_no_difference(
     assert said(ReadAnswer.of(stream(list(text), name))) == whole
 
 
+@settings(max_examples=40)
 @given(answer=answers())
 def test_events_come_in_order_and_nothing_is_told_twice(answer: tuple[CallFormName, str]) -> None:
     name, text = answer
@@ -195,18 +199,54 @@ def test_calls_are_told_as_they_come() -> None:
     assert parser.finish() == []
 
 
+@given(answer=answers())
+@example(answer=("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "argum'))
+@example(answer=("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}], {"name": "g", "argum'))
+@example(answer=("hermes", FORMATS["hermes"].write([("f", "{}")]) + "\n<tool_call>"))
+def test_the_library_reads_the_same(answer: tuple[CallFormName, str]) -> None:
+    name, text = answer
+    content, calls = read(text, name)
+    outside, found = parse_tool_calls(text, name, FORMATS[name].names)
+    assert [(one, arguments) for one, arguments, whole in calls if whole] == found
+    if all(whole for _, _, whole in calls):
+        assert content == outside
+
+
+CALL_ID = "[TOOL_CALLS]f[CALL_ID]000000000[ARGS]{}"
+BEHIND_ONE: list[tuple[CallFormName, str, str]] = [
+    ("hermes", FORMATS["hermes"].write([("f", "{}")]), "\n" + FORMATS["hermes"].write([("g", "")])),
+    ("llama", '{"name": "f", "parameters": {}}', '; {"name": "g", "parameters": '),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}', ', {"name": "g", "arguments": '),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}', "  "),
+    ("mistral_args", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]g[ARGS]"),
+    ("mistral_args", CALL_ID, "[TOOL_CALLS]g[CALL_ID]000000000[ARGS]"),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "head"), BEHIND_ONE, ids=str)
+def test_the_head_of_a_call_that_is_cut_off_behind_another_is_no_text(
+    name: CallFormName, call: str, head: str
+) -> None:
+    head = head.removesuffix("}\n</tool_call>")
+    for end in range(len(head) + 1):
+        for before in ("", "So: "):
+            text = before + call + head[:end]
+            expected = (before.strip(), [("f", "{}", True)])
+            assert read(text, name) == said(ReadAnswer.of(stream(list(text), name))) == expected
+
+
 @by_format
-def test_reading_takes_linear_time_of_texts_that_look_like_calls(name: CallFormName) -> None:
-    for unit in (
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS][ ",
-        '{"name": "f", ',
-        "<|python_tag|>",
-        "[ARGS]",
-        "; ",
-    ):
-        ReadAnswer.read(unit * 5_000, FORMATS[name])
-        ReadAnswer.read(FORMATS[name].write([("f", "{}")]) + unit * 5_000, FORMATS[name])
+def test_where_there_are_only_calls_no_head_is_text(name: CallFormName) -> None:
+    only = dataclasses.replace(FORMATS[name], only=True)
+    text = FORMATS[name].write([("f", "{}")])
+    for end in range(text.index("{}") + 1):
+        parser = ToolCallParser(only)
+        events = [event for letter in text[:end] for event in parser.push(letter)]
+        assert [*events, *parser.finish()] == []
+        assert said(ReadAnswer.read(text[:end], only)) == ("", [])
+        assert read(text[:end], name) == (text[:end], [])
+    assert said(ReadAnswer.read("hi", only)) == ("hi", [])
+    assert said(ReadAnswer.read(text, only)) == ("", [("f", "{}", True)])
 
 
 # What templates show ----------------------------------------------------------------------------
@@ -235,6 +275,16 @@ ARGS = (
     LISTED + TURNS + "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}"
     "[ARGS]{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
 )
+ARGS_IDS = ARGS.replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
+XML = (
+    LISTED + TURNS + "{% for c in m.tool_calls or [] %}<function={{ c.function.name }}>"
+    "{{ c.function.arguments | tojson }}</function>{% endfor %}{% endfor %}"
+)
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('alternate') }}{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+)
 HARMONY = (
     LISTED + TURNS + "{% for c in m.tool_calls or [] %}<|channel|>commentary "
     "to=functions.{{ c.function.name }} <|constrain|>json<|message|>{{ c.function.arguments | tojson }}"
@@ -248,7 +298,7 @@ TEMPLATES: dict[CallFormName, str] = {
 }
 
 
-def tokenizer(template: str | None, *special: str) -> Any:
+def tokenizer(template: Any, *special: str) -> Any:
     made = byte_tokenizer()
     made.chat_template = template
     if special:
@@ -256,7 +306,7 @@ def tokenizer(template: str | None, *special: str) -> Any:
     return made
 
 
-def talk(template: str | None, messages: Any, tools: Any = TOOLS, **options: Any) -> Conversation:
+def talk(template: Any, messages: Any, tools: Any = TOOLS, **options: Any) -> Conversation:
     made = tokenizer(template, *SPECIAL.values())
     choice, parallel = options.pop("choice", None), options.pop("parallel", None)
     return Conversation.of(messages, tools, choice, parallel, tokenizer=made, **options)
@@ -336,10 +386,144 @@ def test_templates_that_want_short_ids_get_them() -> None:
     found = talk(TEMPLATES["mistral"], turns)
     calls = found.messages[1]["tool_calls"]
     assert [one["id"] for one in calls] == ["000000001", "000000000"]
-    assert [one["tool_call_id"] for one in found.messages[2:]] == ["000000000", "000000001"]
+    assert [one["tool_call_id"] for one in found.messages[2:]] == ["000000001", "000000000"]
     assert tokenizer(TEMPLATES["mistral"]).apply_chat_template(found.messages, tokenize=False)
     kept = talk(HERMES, turns).messages[1]["tool_calls"]
     assert [one["id"] for one in kept] == ["call_a", "000000000"]
+
+
+@by_format
+def test_a_template_that_loses_all_calls_but_the_first_takes_one(name: CallFormName) -> None:
+    loses = TEMPLATES[name]
+    for calls in ("m.tool_calls or []", "m.tool_calls"):
+        loses = loses.replace(f"in {calls} %}}", f"in ({calls})[:1] %}}")
+    style = TemplateStyle.of(tokenizer(loses))
+    assert (style.shown.name, style.one_call) == (name, True)
+    with pytest.raises(ApiError, match="takes one call in a turn"):
+        talk(loses, TWO)
+    assert TemplateStyle.of(tokenizer(TEMPLATES[name])).one_call == (name == "llama")
+
+
+def told(found: Conversation, template: Any) -> str:
+    """The prompt."""
+    made = tokenizer(template)
+    text: str = made.apply_chat_template(
+        found.messages, tools=found.tools_for_template, tokenize=False
+    )
+    return text
+
+
+HISTORY = [user(), calling(("a", "time", "{}")), returned("a", "noon"), user("thanks")]
+
+
+def test_a_chat_without_tools_is_for_its_own_template() -> None:
+    both = {"default": TURNS + "{% endfor %}", "tool_use": LLAMA}
+    found = talk(both, HISTORY, None)
+    call = '{"name": "time", "parameters": {}}'
+    assert told(found, both) == (
+        f"<user>hi<assistant>{call}<user><tool_response>\nnoon\n</tool_response><user>thanks"
+    )
+    assert told(talk(both, HISTORY), both).endswith(
+        f"<user>hi<assistant>{call}<tool>noon<user>thanks"
+    )
+    # With tools as text, the template gets none, and so it is the one for chats without.
+    both = {"default": GEMMA, "tool_use": XML}
+    assert "<system>" not in told(talk(both, HISTORY), both)
+
+
+def test_a_tokenizer_without_a_template_for_plain_chats_is_no_error_of_ours() -> None:
+    only = {"rag": HERMES}
+    assert talk(only, [user()], None).messages == [user()]
+    assert talk(only, [user()]).tools_for_template is None
+
+
+@pytest.mark.parametrize("template", [LISTED + TURNS + "{% endfor %}", XML], ids=["none", "xml"])
+def test_a_template_whose_calls_are_of_no_known_form_is_told_in_text(template: str) -> None:
+    """What is enforced is what the model was told."""
+    found = talk(template, HISTORY)
+    text = told(found, template)
+    call = FORMATS["hermes"].write([("time", "{}")])
+    assert found.call_format.name == "hermes"
+    assert text.startswith("<system># Tools")
+    assert FORMATS["hermes"].write([("NAME", "{...}")]) in text
+    assert f"<assistant>{call}<user><tool_response>" in text
+    assert "<function=" not in text
+    served = ServedFormat.of(tokenizer(template), "auto")
+    assert served.name == "hermes"
+    assert "--tool-format" in served.note
+    # Without tools nothing is enforced, and the template knows best.
+    plain = told(talk(template, HISTORY, None), template)
+    assert ("<function=time>{}</function>" in plain) == (template == XML)
+    assert (call in plain) == (template != XML)
+
+
+@pytest.mark.parametrize("set_to", NAMES)
+def test_a_format_that_is_set_rules_the_prompt_as_well(set_to: CallFormName) -> None:
+    for name, template in TEMPLATES.items():
+        found = talk(template, HISTORY, tool_format=set_to)
+        text = told(found, template)
+        call = found.call_format.write([("time", "{}")])
+        assert found.call_format.name == set_to
+        assert call in text.replace(', "id": "000000000"', "")
+        assert ("# Tools" in text) == (name != set_to)
+        assert bool(ServedFormat.of(tokenizer(template), set_to).note) == (name != set_to)
+    assert talk(LLAMA, TWO, tool_format="hermes").parallel
+
+
+def test_templates_with_ids_of_calls_get_them() -> None:
+    found = talk(ARGS_IDS, [user()])
+    assert found.call_format.name == "mistral_args"
+    assert found.call_format.write([("time", "{}")]) == CALL_ID.replace("]f[", "]time[")
+    plain = talk(ARGS, [user()]).call_format.form.head
+    assert "[CALL_ID]" not in plain
+    for choice in ("auto", "required", NAMED):
+        guide = talk(ARGS_IDS, [user()], choice=choice).constraint(None)
+        assert guide is not None
+        call = (257, "time[CALL_ID]000000000", 258, "{}")
+        assert allows(guide.guide(), *call)
+        assert not allows(guide.guide(), 257, "time", 258, "{}")
+    answer = ReadAnswer.read(CALL_ID + CALL_ID, found.call_format)
+    assert said(answer) == ("", [("f", "{}", True)] * 2)
+    assert len({one.id for one in answer.calls}) == 2
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([user()], "<user>hi"),
+        ([SYSTEM, user()], "<user>Be brief.\n\nhi"),
+        ([SYSTEM | {"role": "developer"}, user(), user("x")], "<user>Be brief.\n\nhi\n\nx"),
+        (
+            [user(), {"role": "assistant", "content": "a"}, SYSTEM, user("x")],
+            "<user>hi<assistant>a<user>Be brief.\n\nx",
+        ),
+        ([SYSTEM], "<user>Be brief."),
+        (
+            HISTORY,
+            f"<user>hi<assistant>{FORMATS['hermes'].write([('time', '{}')])}"
+            "<user><tool_response>\nnoon\n</tool_response>\n\nthanks",
+        ),
+    ],
+)
+def test_a_template_without_a_place_for_the_system_gets_it_from_the_user(
+    messages: Any, prompt: str
+) -> None:
+    assert told(talk(GEMMA, messages, None), GEMMA) == prompt
+    with_tools = told(talk(GEMMA, messages), GEMMA)
+    assert with_tools.startswith("<user>")
+    assert "# Tools" in with_tools.split("<assistant>")[0]
+
+
+def test_others_get_their_messages_as_they_are() -> None:
+    style = TemplateStyle.of(tokenizer(GEMMA))
+    assert (style.refuses_system, style.alternates) == (True, True)
+    drops = TURNS.replace("{{", "{% if m.role != 'system' %}{{").replace("}}", "}}{% endif %}")
+    assert TemplateStyle.of(tokenizer(drops + "{% endfor %}")).refuses_system
+    turns = [SYSTEM, user(), user("x")]
+    assert talk(TURNS + "{% endfor %}", turns, None).messages == turns
 
 
 def test_tools_of_harmony_are_refused() -> None:
@@ -348,6 +532,7 @@ def test_tools_of_harmony_are_refused() -> None:
             talk(HARMONY, [user()], choice=choice)
         assert (info.value.status, info.value.param) == (400, "tools")
         assert "harmony" in info.value.message
+    assert ServedFormat.of(tokenizer(HARMONY), "auto").name is None
     assert talk(HARMONY, [user()], None).tools_for_template is None
     assert talk(HARMONY, [user()], tool_format="hermes").call_format.name == "hermes"
 
@@ -623,6 +808,7 @@ def test_the_responses_api_reads_the_same_calls(formatted: FormatServed) -> None
     assert call.type == "function_call"
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
     *_, last = served.client.responses.create(stream=True, **fields)
+    assert answer.parallel_tool_calls is last.response.parallel_tool_calls is False
     (again,) = last.response.output
     assert (again.name, again.arguments) == (call.name, call.arguments)
     turns = [
@@ -656,8 +842,23 @@ def test_what_a_template_does_not_take_is_told_with_its_field(
     assert info.value.param == "tools"
 
 
-def test_a_server_can_be_told_the_format(marked: Served) -> None:
+def test_where_a_template_takes_one_call_the_answer_says_so(
+    marked: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in CITIES]
+    fields: dict[str, Any] = {"model": MODEL, "input": "hi", "max_output_tokens": 1}
+    for template, several in ((HERMES, True), (LLAMA, False)):
+        monkeypatch.setattr(marked.engine.tokenizer, "chat_template", template)
+        answer = marked.client.responses.create(tools=tools, **fields)
+        assert answer.parallel_tool_calls is several
+        assert marked.client.responses.create(**fields).parallel_tool_calls
+
+
+def test_a_server_can_be_told_the_format(marked: Served, caplog: pytest.LogCaptureFixture) -> None:
     with serving(marked.engine, LIMITS, chat=Chat(tool_format="mistral_args")) as served:
+        (model,) = served.client.models.list()
+        assert getattr(model, "gkv")["tool_format"] == "mistral_args"  # noqa: B009
+        assert "tools are described in a message" in caplog.text
         chunks = served.chat(
             tools=CITIES, tool_choice="required", stream=True, extra_body={"trace": True}
         )

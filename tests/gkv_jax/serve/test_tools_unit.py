@@ -21,13 +21,13 @@ from gkv_jax.serve.tools import (
     CallEnds,
     Conversation,
     ReadAnswer,
+    Shown,
     TemplateStyle,
     TextDelta,
     Tool,
     ToolCallField,
     ToolCallParser,
     ToolChoice,
-    call_text,
     check_conversation,
     render,
     tools_constraint,
@@ -322,13 +322,18 @@ HEAD = (
     "{% for call in m.tool_calls or [] %}"
 )
 TAIL = "{% endfor %}{% if m.role == 'tool' %}({{ m.name }}){% endif %}{% endfor %}"
-OBJECTS = HEAD + "{{ call.function.name ~ call.function.arguments | tojson }}" + TAIL
-TEXTS = HEAD + "{{ call['function']['name'] + call['function']['arguments'] }}" + TAIL
+BEGIN = '<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+OBJECTS = HEAD + BEGIN + "{{ call.function.arguments | tojson }}}</tool_call>" + TAIL
+TEXTS = HEAD + BEGIN + "{{ call['function']['arguments'] + '}</tool_call>' }}" + TAIL
 SILENT = HEAD + "{{ call.function.name ~ call.function.arguments }}" + TAIL
 ITEMS = (
-    HEAD + "{% generation %}{% for k, v in call.function.arguments.items() %}<{{ k }}={{ v }}>"
-    "{% if loop.index > 9 %}{% break %}{% endif %}{% endfor %}{% endgeneration %}" + TAIL
+    HEAD
+    + "{% generation %}{{ call.function.name }}{% for k, v in call.function.arguments.items() %}"
+    "<{{ k }}={{ v }}>{% if loop.index > 9 %}{% break %}{% endif %}{% endfor %}{% endgeneration %}"
+    + TAIL
 )
+NO_CALLS = "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+SHOWN = Shown("hermes")
 
 
 def tokenizer(template: Any) -> Any:
@@ -344,12 +349,17 @@ def tokenizer(template: Any) -> Any:
         ("{{ messages }}", TemplateStyle()),
         ("{% set tools = 1 %}{{ tools }}", TemplateStyle()),
         ("{{ tools", TemplateStyle()),
-        (OBJECTS, TemplateStyle(knows_tools=True)),
-        (ITEMS, TemplateStyle(knows_tools=True)),
-        (TEXTS, TemplateStyle(knows_tools=True, text_arguments=True)),
-        (SILENT, TemplateStyle(knows_tools=True, text_arguments=True)),
-        ("{{ tools }}{{ raise_exception('no') }}", TemplateStyle(knows_tools=True)),
-        ({"default": "{{ messages }}", "tool_use": OBJECTS}, TemplateStyle(knows_tools=True)),
+        (OBJECTS, TemplateStyle(True, True, shown=SHOWN)),
+        (ITEMS, TemplateStyle(True, True)),
+        (TEXTS, TemplateStyle(True, True, True, SHOWN)),
+        (SILENT, TemplateStyle(True, True, True)),
+        (NO_CALLS, TemplateStyle(True)),
+        ("{{ tools }}{{ raise_exception('no') }}", TemplateStyle(True)),
+        (
+            {"default": "{{ messages }}", "tool_use": OBJECTS},
+            TemplateStyle(True, True, shown=SHOWN),
+        ),
+        ({"rag": OBJECTS}, TemplateStyle()),
     ],
     ids=str,
 )
@@ -362,6 +372,8 @@ def test_what_is_remembered_of_a_template_goes_with_its_tokenizer() -> None:
     assert TemplateStyle.of(made).knows_tools
     made.chat_template = "{{ messages }}"
     assert not TemplateStyle.of(made).knows_tools
+    made.chat_template = OBJECTS
+    assert TemplateStyle.of(made).knows_tools
     gone = weakref.ref(made)
     del made
     gc.collect()
@@ -375,13 +387,15 @@ def test_a_template_that_knows_tools_gets_them(template: str) -> None:
         talk.messages, tools=talk.tools_for_template, tokenize=False
     )
     empty = "{ }" if template == TEXTS else "{}"
+    weather = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+    time = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
     assert text == (
         f'[{{"type": "function", "function": {{"name": "weather", "parameters": {json.dumps(CITY)}}}}}]'
         '[{"type": "function", "function": {"name": "time", "description": "Now.", '
         '"parameters": {"type": "object", "properties": {}}}}]'
-        '<system>Be brief.<user>hi<assistant>So:weather{"city": "Köln"}time'
-        + empty
-        + "<tool>noon(time)<tool>rain(weather)<assistant>time{}<tool>one(time)<user>thanks"
+        f"<system>Be brief.<user>hi<assistant>So:{weather}{time.replace('{}', empty)}"
+        # In the order of the calls: a template without ids would give each the other's.
+        f"<tool>rain(weather)<tool>noon(time)<assistant>{time}<tool>one(time)<user>thanks"
     )
     assert talk.may_call
 
@@ -395,13 +409,13 @@ def test_a_template_that_does_not_know_tools_gets_text() -> None:
     listed = system["content"].split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
     assert [json.loads(line)["function"]["name"] for line in listed] == ["weather", "time"]
     assert "strict" not in system["content"]
-    weather, time = call_text("weather", '{"city": "Köln"}'), call_text("time", "{ }")
+    weather, time = call("weather", '{"city": "Köln"}'), call("time", "{ }")
     assert others == [
         user(),
         {"role": "assistant", "content": f"So:\n{weather}\n{time}"},
         # In the order of the calls, since they have no names.
         user("<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"),
-        {"role": "assistant", "content": call_text("time", "{}")},
+        {"role": "assistant", "content": call("time", "{}")},
         user("<tool_response>\none\n</tool_response>"),
         user("thanks"),
     ]
@@ -557,8 +571,8 @@ def allows(found: Constraint | None, text: str) -> bool:
     return accepts(compiler().compile(found.guide()).matcher(), text)
 
 
-RAIN = call_text("weather", '{"city": "x"}')
-NOON = call_text("time", "{}")
+RAIN = call("weather", '{"city": "x"}')
+NOON = call("time", "{}")
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 FLAT = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
 

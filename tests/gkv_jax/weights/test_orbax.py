@@ -307,11 +307,26 @@ def test_a_damaged_folder(folder: Path, damage: str, monkeypatch: pytest.MonkeyP
         else:
             path.write_bytes(bytes(len(content)) if damage == "changed" else content[:-1])
         name = re.escape(str(path.relative_to(folder)))
-        with pytest.raises(UserError, match=f"incomplete or damaged: {name} missing or changed"):
+        with pytest.raises(
+            UserError, match=f"incomplete or damaged: {name} missing, unreadable or changed"
+        ):
             orbax.load(folder)
         path.write_bytes(content)
     orbax.load(folder)
     assert not unraisable
+
+
+def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+
+    def fails(path: Path) -> bytes:
+        if path.name == "tokenizer.json":
+            raise OSError(5, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(UserError, match=r"damaged: tokenizer.json missing, unreadable or changed"):
+        orbax.load(folder)
 
 
 def test_a_checkpoint_that_orbax_cannot_read(folder: Path) -> None:

@@ -153,6 +153,30 @@ def test_a_special_token_begins_a_tag_as_its_text_does():
             assert all(legal) == is_valid
 
 
+SHORT = {
+    "type": "object",
+    "properties": {"x": {"type": "string", "pattern": "^.*$", "maxLength": 9}},
+}
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [("<|tool|>f=", ";"), ("<f>", "<|tool|>"), ("<f>", {"type": "token", "token": TOOL})],
+    ids=["begin", "end", "by-id"],
+)
+def test_inside_of_json_a_special_token_counts_as_its_text(ends):
+    """The engine takes it for its name wherever the name may be written, if any text of the tag has it."""
+    guide = structural_tag(tag(ends[0], SHORT, ends[1]), triggers=("<",))
+    end = [TOOL] if isinstance(ends[1], dict) else tokenize(ends[1])
+    assert not compiler().compile(guide).exact
+    for rest, is_valid in (("", True), ("a", True), ("ab", False)):
+        for inner in (tokenize("<|tool|>"), [TOOL]):
+            matcher = compiler().compile(guide).matcher()
+            tokens = [*tokenize(ends[0] + '{"x": "'), *inner, *tokenize(rest + '"}'), *end, STOP]
+            legal = (t in bits(mask(matcher)) and matcher.accept_token(t) for t in tokens)
+            assert all(legal) == is_valid
+
+
 def test_where_no_gate_can_stand_the_schema_is_refused_with_its_place():
     free = {"type": "sequence", "elements": [{"type": "any_text"}, tag("<f>", SCHEMA, "</f>")]}
     number = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 2}}

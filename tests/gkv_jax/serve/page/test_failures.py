@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from tests.gkv_jax.serve.page.conftest import Opener
-from tests.gkv_jax.serve.page.unreliable import ANSWER, PIECES, running, unreliable_app
+from tests.gkv_jax.serve.page.unreliable import (
+    ANSWER,
+    PIECES,
+    THOUGHT,
+    running,
+    unreliable_app,
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,21 @@ def test_tokens_of_the_answer_however_it_is_cut(open_tab: Opener, port: int, pro
     assert tab.page.text_content("#plain") == ANSWER
     tab.page.check("input[value=json]", force=True)
     assert json.loads(tab.page.text_content("#plain")) == json.loads(ANSWER)
+
+
+def test_tokens_of_an_answer_behind_reasoning(open_tab: Opener, port: int) -> None:
+    """Characters in several tokens are found, though tags and blanks are written nowhere."""
+    tab = open_tab(port)
+    tab.open()
+    tab.page.fill("#prompt", "think")
+    tab.run()
+    tokens = tab.page.eval_on_selector_all("#tokens .t", "all => all.map(one => one.textContent)")
+    shown = [text for text, _, _ in THOUGHT]
+    shown[4:6] = shown[9:11] = ["·", "é"]
+    assert tokens == shown
+    assert tab.page.locator("#tokens .t.thought").count() == sum(bool(each[1]) for each in THOUGHT)
+    tab.page.check("input[value=plain]", force=True)
+    assert tab.page.text_content("#plain") == "".join(text for _, _, text in THOUGHT)
 
 
 def test_sources_are_told_apart(open_tab: Opener, port: int) -> None:

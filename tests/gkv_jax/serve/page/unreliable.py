@@ -25,6 +25,13 @@ PIECES = [
     ("Lis", 3, "sampled"), ("bon", 1, "forced"), ('"', 1, "forced"), (",", 2, "lookup"),
     (' "age', 1, "forced"), ('": ', 1, "forced"), ("42", 110, "model"), ("}", 9, "sampled"),
 ]  # fmt: skip
+# Another answer, behind reasoning: tokens, and what is told of each as reasoning and as answer. Tags and
+# the blanks next to them are told as neither.
+THOUGHT = [
+    ("<think>", "", ""), ("\n", "", ""), (" Is", "Is", ""), (" caf", " caf", ""), ("\ufffd", "", ""),
+    ("\ufffd", "é", ""), ("</think>", "", ""), ("\n\n", "", ""), (" Ren", "", "Ren"), ("\ufffd", "", ""),
+    ("\ufffd", "", "é"), (" it", "", " it"), (" is", "", " is"),
+]  # fmt: skip
 ANSWER = '{"name": "René Costa",\n "city": "Lisbon", "age": 42}'
 STATS = {
     "prompt_tokens": 31, "tokens": 19, "forwards": 9, "tokens_per_forward": 2.1, "tokens_per_second": 41.5,
@@ -51,8 +58,27 @@ async def _chunks(prompt: str) -> AsyncIterator[bytes]:
         if prompt == "break" and index == 6:
             return
         await asyncio.sleep(0.05 if prompt == "slowly" else 0.005)
-    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "gkv": STATS}
-    yield _event(last)
+    for event in _end():
+        yield event
+
+
+async def _thoughts() -> AsyncIterator[bytes]:
+    for index, (text, thought, content) in enumerate(THOUGHT):
+        trace = [{"token": 1000 + index, "text": text, "legal": None, "source": "sampled"}]
+        delta = {"reasoning_content": thought} if thought else {"content": content}
+        yield _event({
+            "choices": [{"index": 0, "delta": delta, "finish_reason": None}],
+            "gkv": {"position": STATS["prompt_tokens"] + index + 1, "trace": trace},
+        })  # fmt: skip
+        await asyncio.sleep(0.005)
+    for event in _end():
+        yield event
+
+
+def _end() -> Iterator[bytes]:
+    yield _event({
+        "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "gkv": STATS,
+    })  # fmt: skip
     yield b"data: [DONE]\n\n"
 
 
@@ -105,7 +131,7 @@ def unreliable_app() -> FastAPI:
             return _error(429, "too many requests wait", "queue_full", {"Retry-After": "3"})
         if prompt == "locked" and request.headers.get("authorization") != "Bearer open":
             return _error(401, "the API key is wrong", "invalid_api_key")
-        chunks = _chunks(prompt)
+        chunks = _thoughts() if prompt == "think" else _chunks(prompt)
         return StreamingResponse(
             _bytes(chunks) if prompt == "byte by byte" else chunks, media_type="text/event-stream"
         )
