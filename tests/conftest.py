@@ -20,6 +20,11 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a machine that does other work, too, no time is too long.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -135,7 +135,11 @@ def where(body: list[Instruction], opcode: str, dtype: str, *shape: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+# Compiling the loop takes half a minute: the other generations are for the full size.
+FEW = [pytest.param(g, marks=() if g == "v5e" else pytest.mark.full) for g in GENERATIONS]
+
+
+@pytest.mark.parametrize("generation", FEW)
 def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation) -> None:
     """The body is a cycle: submit ends a turn and its answer is what the next turn's layers read."""
     spec, batch = spec_of("drafts", 8), 8
@@ -160,7 +164,7 @@ def test_the_forward_pass_lies_between_submit_and_collect(generation: Generation
     assert last < dependence < masks
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", FEW)
 def test_the_loop_runs_the_kernels(generation: Generation) -> None:
     """One attention a layer in the body, and in the branches after it the head and the samplers."""
     program = Program.of(compiled_loop(generation, "drafts", 8))
@@ -233,16 +237,13 @@ def check_in_place(
     assert memory.temp_size_in_bytes < min(map(layer_bytes, caches))
 
 
-DRAFTING = [pytest.param(g, marks=() if g == "v5e" else pytest.mark.full) for g in GENERATIONS]
-
-
-@pytest.mark.parametrize("generation", DRAFTING)
+@pytest.mark.parametrize("generation", FEW)
 def test_both_caches_of_the_drafting_loop_are_updated_in_place(generation: Generation) -> None:
     compiled = compiled_drafting_loop(generation, 8)
     check_in_place(compiled, spec_of("drafts", 8), 8, MODEL, DRAFT_MODEL)
 
 
-@pytest.mark.parametrize("generation", DRAFTING)
+@pytest.mark.parametrize("generation", FEW)
 def test_drafting_is_a_loop_within_a_turn(generation: Generation) -> None:
     """Its passes talk to the host from loops of their own, all of them before the model's forward."""
     spec, batch = spec_of("drafts", 8), 8

@@ -104,7 +104,7 @@ def test_where_a_text_is_cut_makes_no_difference(
     assert said(ReadAnswer.of(stream(list(text), name))) == whole
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(answer=answers())
 def test_events_come_in_order_and_nothing_is_told_twice(answer: tuple[CallFormName, str]) -> None:
     name, text = answer
