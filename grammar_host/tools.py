@@ -5,7 +5,6 @@ The field names and shapes are those of OpenAI's Chat Completions and Responses 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -14,6 +13,7 @@ from grammar_host.call_forms import HERMES, CallForm, CallFormName
 from grammar_host.call_patterns import call_patterns
 from grammar_host.errors import GuideError, InvalidGuideError, UnsupportedGuideError
 from grammar_host.guide import Guide
+from grammar_host.object_scanner import ObjectScanner
 from grammar_host.tags import embedded_schemas, may_be_empty
 
 FAMILIES = (
@@ -141,10 +141,14 @@ def parse_tool_calls(
     written, follows = 0, False
     head = patterns.head.whole.search(text)
     while head is not None:
-        end = _json_end(text, head.end())
-        tail = None if end is None else patterns.tail.whole.match(text, end)
+        scanner = ObjectScanner(head.end())
+        outcome, end = scanner.scan(text), scanner.position
+        tail = patterns.tail.whole.match(text, end) if outcome == "closed" else None
         if tail is None:
-            head = patterns.head.whole.search(text, head.end())
+            # A stream has told this much as arguments by then.
+            told = len(text) if outcome == "open" else end
+            heads = patterns.head.whole.finditer(text, head.end())
+            head = next((head for head in heads if head.end() > told), None)
             continue
         name = next(filter(None, head.groups()))
         calls.append(ToolCall(name, text[head.end() : end]))
@@ -161,20 +165,6 @@ def parse_tool_calls(
     if not calls:
         return outside, calls
     return (outside if content[0].strip() else outside.lstrip()).rstrip(), calls
-
-
-def _json_end(text: str, start: int) -> int | None:
-    """Where the JSON value that begins at `start` ends; None if it does not."""
-    # Numbers stay text: Python refuses to convert integers of more than 4300 digits.
-    decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse_constant)
-    try:
-        return decoder.raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _refuse(param: str, reason: str, pointer: str | None = None) -> NoReturn:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gkv_jax.serve.tools.arguments import ObjectScanner
 from gkv_jax.serve.tools.formats import HERMES_FORMAT, CallFormat
+from grammar_host.object_scanner import ObjectScanner
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class ToolCallParser:
                 yield from self._tail(self._scanner)
 
     def _outside(self) -> Iterator[AnswerEvent]:
-        head = self._patterns.head.whole.search(self._text)
+        # A call that broke off may hold a head in the arguments that were sent; none is told twice.
+        heads = self._patterns.head.whole.finditer(self._text)
+        head = next((head for head in heads if head.end() > self._sent), None)
         if head is None:
             begun = self._patterns.head.begun.search(self._text)
             yield from self._content(len(self._text) if begun is None else begun.start())

@@ -104,8 +104,13 @@ def test_where_a_text_is_cut_makes_no_difference(
     assert said(ReadAnswer.of(stream(list(text), name))) == whole
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(answer=answers())
+@example(answer=("llama", '{"name": "f", "parameters": {"name": "f", "parameters": {}}; x'))
+@example(answer=("llama", '{"name": "f", "parameters": [{"name": "f", "parameters": {}}]; x'))
+@example(
+    answer=("hermes", '<tool_call>\n{"name": "f", "arguments": {"name": "f", "arguments": {}};')
+)
 def test_events_come_in_order_and_nothing_is_told_twice(answer: tuple[CallFormName, str]) -> None:
     name, text = answer
     open_call, told = None, ""
@@ -203,6 +208,9 @@ def test_calls_are_told_as_they_come() -> None:
 @example(answer=("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "argum'))
 @example(answer=("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}], {"name": "g", "argum'))
 @example(answer=("hermes", FORMATS["hermes"].write([("f", "{}")]) + "\n<tool_call>"))
+@example(answer=("llama", '{"name": "f", "parameters": {"name": "f", "parameters": {}}; x'))
+@example(answer=("llama", '{"name": "f", "parameters": {"a": {"name": "f", "parameters": {}} x'))
+@example(answer=("llama", '{"name": "f", "parameters": {"a": {"name": "f", "parameters": {}}'))
 def test_the_library_reads_the_same(answer: tuple[CallFormName, str]) -> None:
     name, text = answer
     content, calls = read(text, name)

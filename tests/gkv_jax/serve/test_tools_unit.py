@@ -32,8 +32,8 @@ from gkv_jax.serve.tools import (
     render,
     tools_constraint,
 )
-from gkv_jax.serve.tools.arguments import ObjectScanner
 from grammar_host import Guide, GuideError
+from grammar_host.object_scanner import ObjectScanner
 from grammar_host.tools import parse_tool_calls
 from tests.gkv_jax.tiny import byte_tokenizer
 from tests.grammar_host.common import accepts, compiler

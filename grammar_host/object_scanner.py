@@ -27,8 +27,9 @@ class ObjectScanner:
         character that no JSON object has there if it is ``"broken"``.
     """
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, position: int = 0) -> None:
+        """``position``: where the object begins."""
+        self.position = position
         self._due: _Due = "object"
         self._closers: list[str] = []
         self._in_string = False
