@@ -46,11 +46,8 @@ class Tags:
             special_tokens: id → name of the special tokens that the engine takes for their names,
                 wherever those may be written: also inside of the JSON.
         """
-        vocabulary = list(closers.vocabulary)
-        for token, name in special_tokens.items():
-            vocabulary[token] = name.encode()
-        self.vocabulary = tuple(vocabulary)
         self._closers = closers
+        self._names = {token: name.encode() for token, name in special_tokens.items()}
         self._rules = {begin.encode(): Rules(document) for begin, document in schemas.items()}
         longest_first = sorted(self._rules, key=len, reverse=True)
         self._begin = re.compile(b"|".join(map(re.escape, longest_first)))
@@ -60,11 +57,16 @@ class Tags:
         last_bytes = {begin[-1:] for begin in self._rules}
         beginning = [
             token
-            for token, text in enumerate(self.vocabulary)
+            for token, text in enumerate(closers.vocabulary)
             if any(last in text[:-1] for last in last_bytes)
         ]
         # The closers know special tokens without a text: those few are examined everywhere.
-        self._beginning = token_row({*beginning, *special_tokens}, len(self.vocabulary))
+        self._beginning = token_row({*beginning, *special_tokens}, len(closers.vocabulary))
+
+    def written(self, token_id: int) -> bytes:
+        """What a token writes."""
+        name = self._names.get(token_id)
+        return self._closers.vocabulary[token_id] if name is None else name
 
     def candidates(self, state: _State, text: bytes) -> NDArray[np.int32]:
         """int32 [W], read-only: the tokens that may finish something behind a text."""
@@ -128,7 +130,7 @@ class GatedTagMatcher(EngineMatcher):
         self._history = [_State()]
 
     def accept_token(self, token_id: int) -> bool:
-        data = b"" if token_id in self._stop_token_ids else self._tags.vocabulary[token_id]
+        data = b"" if token_id in self._stop_token_ids else self._tags.written(token_id)
         state = self._tags.follow(self._history[-1], self._text + data)
         if isinstance(state, Refusal) or not self._engine.accept_token(token_id):
             return False
@@ -149,7 +151,7 @@ class GatedTagMatcher(EngineMatcher):
         def refuses(token_id: int) -> bool:
             if token_id in self._stop_token_ids:
                 return False
-            text = self._text + self._tags.vocabulary[token_id]
+            text = self._text + self._tags.written(token_id)
             return isinstance(self._tags.follow(state, text), Refusal)
 
         withdraw(row, self._tags.candidates(state, self._text), refuses)

@@ -865,7 +865,7 @@ def test_where_a_template_takes_one_call_the_answer_says_so(
 def test_a_server_can_be_told_the_format(marked: Served, caplog: pytest.LogCaptureFixture) -> None:
     with serving(marked.engine, LIMITS, chat=Chat(tool_format="mistral_args")) as served:
         (model,) = served.client.models.list()
-        assert getattr(model, "gkv")["tool_format"] == "mistral_args"  # noqa: B009
+        assert model.model_extra["gkv"]["tool_format"] == "mistral_args"
         assert "tools are described in a message" in caplog.text
         chunks = served.chat(
             tools=CITIES, tool_choice="required", stream=True, extra_body={"trace": True}

@@ -1,5 +1,6 @@
 """JSON between tags is valid when it is closed, whatever the engine enforces."""
 
+import itertools
 import json
 
 import jsonschema
@@ -9,6 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grammar_host import Guide, GuidedBatch, UnsupportedGuideError
+from grammar_host.gate.closers import Closers
+from grammar_host.gate.cursor import Refusal
+from grammar_host.gate.tags import Tags, _State
+from grammar_host.schema import read_schema
 from tests.grammar_host.common import (
     STOP,
     TOOL,
@@ -139,6 +144,16 @@ def test_drafts_run_into_and_out_of_a_call():
     assert batch.failure(0) is None
 
 
+def masks_agree(matcher, tokens):
+    """Whether all tokens are accepted; each of them is in its mask exactly if it is."""
+    for token in tokens:
+        is_legal = token in bits(mask(matcher))
+        assert matcher.accept_token(token) == is_legal
+        if not is_legal:
+            return False
+    return True
+
+
 def test_a_special_token_begins_a_tag_as_its_text_does():
     guide = structural_tag(tag("<|tool|>f=", EVEN, ";"), triggers=("<|tool|>",))
     assert not compiler().compile(guide).exact
@@ -147,10 +162,7 @@ def test_a_special_token_begins_a_tag_as_its_text_does():
             matcher = compiler().compile(guide).matcher()
             tokens = [*tokenize("so "), *begin, *tokenize(f"f={data};"), STOP]
             assert all(map(matcher.accept_token, tokens)) == is_valid
-            # Every mask agrees.
-            matcher = compiler().compile(guide).matcher()
-            legal = (t in bits(mask(matcher)) and matcher.accept_token(t) for t in tokens)
-            assert all(legal) == is_valid
+            assert masks_agree(compiler().compile(guide).matcher(), tokens) == is_valid
 
 
 SHORT = {
@@ -169,12 +181,20 @@ def test_inside_of_json_a_special_token_counts_as_its_text(ends):
     guide = structural_tag(tag(ends[0], SHORT, ends[1]), triggers=("<",))
     end = [TOOL] if isinstance(ends[1], dict) else tokenize(ends[1])
     assert not compiler().compile(guide).exact
-    for rest, is_valid in (("", True), ("a", True), ("ab", False)):
+    for before, behind in itertools.product(("", "a", "ab"), repeat=2):
         for inner in (tokenize("<|tool|>"), [TOOL]):
-            matcher = compiler().compile(guide).matcher()
-            tokens = [*tokenize(ends[0] + '{"x": "'), *inner, *tokenize(rest + '"}'), *end, STOP]
-            legal = (t in bits(mask(matcher)) and matcher.accept_token(t) for t in tokens)
-            assert all(legal) == is_valid
+            begin = tokenize(ends[0] + '{"x": "' + before)
+            tokens = [*begin, *inner, *tokenize(behind + '"}'), *end, STOP]
+            is_valid = len(before + behind) <= 1
+            assert masks_agree(compiler().compile(guide).matcher(), tokens) == is_valid
+
+
+def test_a_special_token_whose_name_closes_json_is_examined():
+    tags = Tags({"<f>": read_schema(SHORT).document}, Closers(tokenizer_info()), {TOOL: '"}'})
+    text = b'<f>{"x": "0123456789'
+    state = tags.follow(_State(), text)
+    assert TOOL in bits(tags.candidates(state, text))
+    assert isinstance(tags.follow(state, text + tags.written(TOOL)), Refusal)
 
 
 def test_where_no_gate_can_stand_the_schema_is_refused_with_its_place():
